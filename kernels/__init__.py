@@ -1,0 +1,1 @@
+"""Triton kernels, one op a module, each beside its plain-torch twin."""

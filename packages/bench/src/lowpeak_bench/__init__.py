@@ -1,0 +1,1 @@
+"""Benchmarks of lowpeak beside its peers."""

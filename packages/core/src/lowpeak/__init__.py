@@ -1,0 +1,1 @@
+"""lowpeak: post-train language models on far longer sequences with the same GPU memory."""
