@@ -1,0 +1,16 @@
+#include "lowpeak/build_info.hpp"
+
+#include "check.hpp"
+
+int main() {
+  const lowpeak::BuildInfo& info = lowpeak::build_info();
+  CHECK(info.version == EXPECTED_VERSION);
+  CHECK(info.cxx_standard >= 201703L);
+  CHECK(info.compiler.find("unknown") == std::string_view::npos);
+  CHECK(!info.build_type.empty());
+  CHECK(&info == &lowpeak::build_info());
+#if defined(__SANITIZE_ADDRESS__)
+  CHECK(info.sanitized);
+#endif
+  return 0;
+}
