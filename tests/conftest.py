@@ -1,0 +1,66 @@
+"""What all tests share: the device, skips by hardware, seeds, an environment without network."""
+# ruff: noqa: E402 - the environment is set before torch, triton and transformers are imported
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+    os.environ[variable] = "1"
+# Trackers that happen to be installed must not see the runs of the tests.
+os.environ["WANDB_MODE"] = "disabled"
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+HAS_ROCM = HAS_CUDA and torch.version.hip is not None
+HAS_XPU = torch.xpu.is_available()
+
+if not (HAS_CUDA or HAS_XPU):
+    # Kernel tests then run on CPU tensors; triton reads this when a kernel is decorated.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+HARDWARE = {
+    "cuda": (HAS_CUDA, "needs a GPU behind torch.cuda"),
+    "rocm": (HAS_ROCM, "needs an AMD GPU"),
+    "xpu": (HAS_XPU, "needs an Intel GPU"),
+    "multigpu": (torch.cuda.device_count() > 1, "needs two GPUs behind torch.cuda"),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run; deselect slow tests unless they were asked for."""
+    for item in items:
+        for marker, (present, reason) in HARDWARE.items():
+            if not present and item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+    if config.getoption("--run-slow") or "slow" in config.getoption("-m"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The accelerator where there is one, else the CPU."""
+    if HAS_CUDA:
+        return torch.device("cuda")
+    return torch.device("xpu" if HAS_XPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Each test starts from the same seeds, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - transformers and TRL draw from the global generator
+    torch.manual_seed(0)
