@@ -1,0 +1,345 @@
+"""Benchmark of the LM head alone: loss and gradients of -mean(log p(target)).
+
+All implementations run in one process on the same inputs, in turn, so that their ratios hold on
+any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from lowpeak_bench import table
+from lowpeak_bench.environment import environment
+from lowpeak_bench.peers import (
+    Evaluate,
+    Evaluation,
+    HeadImplementation,
+    HeadProblem,
+    baselines_and_peers,
+    lowpeak_variants,
+    matrix_products,
+)
+from lowpeak_bench.timing import interleaved_medians, peak_bytes
+
+FLOOR = "bare matrix products"
+MAX_REASON = 100
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Vocabulary and hidden size of a model's LM head."""
+
+    name: str
+    vocabulary: int
+    hidden: int
+
+
+SHAPES = (
+    HeadShape("gemma-3-1b", 262144, 1152),
+    HeadShape("qwen3-0.6b", 151936, 1024),
+    HeadShape("llama-3-8b", 128256, 4096),
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation on one head.
+
+    peak_bytes counts above the inputs, extra_bytes above the inputs and the returned gradients.
+    Errors are against float32: |loss|, max |log p|, relative Frobenius norm of dH and dW. None
+    means not known.
+    """
+
+    shape: str
+    tokens: int
+    head: str
+    implementation: str
+    milliseconds: float | None = None
+    peak_bytes: int | None = None
+    extra_bytes: int | None = None
+    loss_error: float | None = None
+    log_prob_error: float | None = None
+    hidden_gradient_error: float | None = None
+    weight_gradient_error: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Float32 log-probabilities [N] and gradients dH [N, H], dW [V, H] of the mean loss."""
+
+    log_probs: Tensor
+    hidden_gradient: Tensor
+    weight_gradient: Tensor
+
+
+def make_problem(
+    shape: HeadShape, tokens: int, dtype: torch.dtype, device: torch.device, weight_std: float
+) -> HeadProblem:
+    """Draw RMS-normed hidden states, normal weights and uniform targets; the weight is trained."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(tokens, shape.hidden, generator=generator, device=device)
+    hidden *= hidden.square().mean(-1, keepdim=True).rsqrt()
+    weight = torch.randn(shape.vocabulary, shape.hidden, generator=generator, device=device)
+    weight *= weight_std
+    targets = torch.randint(shape.vocabulary, (tokens,), generator=generator, device=device)
+    return HeadProblem(
+        hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+    )
+
+
+@torch.no_grad()
+def float32_reference(problem: HeadProblem, rows: int = 512) -> Reference:
+    """Compute log-probabilities and gradients in float32, `rows` tokens at a time."""
+    hidden, weight = problem.hidden.float(), problem.weight.float()
+    tokens = len(hidden)
+    log_probs = hidden.new_empty(tokens)
+    hidden_gradient = torch.empty_like(hidden)
+    weight_gradient = torch.zeros_like(weight)
+    for start in range(0, tokens, rows):
+        part = slice(start, start + rows)
+        targets = problem.targets[part, None]
+        logits = (hidden[part] @ weight.t()).log_softmax(-1)
+        log_probs[part] = logits.gather(-1, targets).squeeze(-1)
+        gradient = logits.exp_()
+        gradient.scatter_add_(-1, targets, torch.full_like(targets, -1, dtype=gradient.dtype))
+        gradient /= tokens
+        hidden_gradient[part] = gradient @ weight
+        weight_gradient.addmm_(gradient.t(), hidden[part])
+    return Reference(log_probs, hidden_gradient, weight_gradient)
+
+
+def differentiate(evaluate: Evaluate, problem: HeadProblem) -> tuple[Evaluation, list[Tensor]]:
+    """Return the loss and its gradients: dH and, where the weight is trained, dW."""
+    evaluation = evaluate(problem)
+    wanted = [tensor for tensor in (problem.hidden, problem.weight) if tensor.requires_grad]
+    return evaluation, list(torch.autograd.grad(evaluation.loss, wanted))
+
+
+def measure_head(
+    problem: HeadProblem,
+    implementations: Sequence[HeadImplementation],
+    blank: Measurement,
+    reference: Reference | None,
+    *,
+    repeats: int,
+    warmup: int,
+) -> list[Measurement]:
+    """Measure all implementations on one problem; one that fails is kept, with its reason."""
+    device = problem.hidden.device
+    runs: list[Callable[[], object]] = [lambda: matrix_products(problem)]
+    results = [dataclasses.replace(blank, implementation=FLOOR)]
+    failures: list[Measurement] = []
+    for implementation in implementations:
+        result = dataclasses.replace(blank, implementation=implementation.name)
+        try:
+            evaluate = implementation.load()
+            result = _errors(result, *differentiate(evaluate, problem), reference)
+            result = _memory(result, evaluate, problem)
+        except Exception as error:  # a peer may fail in any way; the table shows how
+            failures.append(dataclasses.replace(result, failure=_reason(error)))
+            _release(device)
+            continue
+        runs.append(_run(evaluate, problem))
+        results.append(result)
+    times = interleaved_medians(runs, device, repeats=repeats, warmup=warmup)
+    timed = [
+        dataclasses.replace(result, milliseconds=elapsed)
+        for result, elapsed in zip(results, times, strict=True)
+    ]
+    return timed + failures
+
+
+def _run(evaluate: Evaluate, problem: HeadProblem) -> Callable[[], object]:
+    return lambda: differentiate(evaluate, problem)
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    # Paths of the machine do not belong into published results.
+    text = re.sub(r"\s*\(/[^)]*\)?", "", lines[0]) if lines else ""
+    return f"{type(error).__name__}: {text}"[:MAX_REASON]
+
+
+def _memory(result: Measurement, evaluate: Evaluate, problem: HeadProblem) -> Measurement:
+    peak = peak_bytes(lambda: differentiate(evaluate, problem), problem.hidden.device)
+    if peak is None:
+        return result
+    leaves = [tensor for tensor in (problem.hidden, problem.weight) if tensor.requires_grad]
+    gradients = sum(tensor.numel() * tensor.element_size() for tensor in leaves)
+    return dataclasses.replace(result, peak_bytes=peak, extra_bytes=peak - gradients)
+
+
+def _errors(
+    result: Measurement,
+    evaluation: Evaluation,
+    gradients: Sequence[Tensor],
+    reference: Reference | None,
+) -> Measurement:
+    if reference is None:
+        return result
+    log_prob_error = None
+    if evaluation.log_probs is not None:
+        difference = evaluation.log_probs.detach().float() - reference.log_probs
+        log_prob_error = difference.abs().max().item()
+    weight_error = None
+    if len(gradients) > 1:
+        weight_error = _relative(gradients[1], reference.weight_gradient)
+    return dataclasses.replace(
+        result,
+        loss_error=abs(float(evaluation.loss) + float(reference.log_probs.mean())),
+        log_prob_error=log_prob_error,
+        hidden_gradient_error=_relative(gradients[0], reference.hidden_gradient),
+        weight_gradient_error=weight_error,
+    )
+
+
+def _relative(gradient: Tensor, expected: Tensor) -> float:
+    return float((gradient.float() - expected).norm() / expected.norm())
+
+
+def run_shape(shape: HeadShape, options: argparse.Namespace) -> list[Measurement]:
+    """Measure all chosen implementations on one shape, trained and frozen as chosen."""
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype)
+    trained = make_problem(shape, options.tokens, dtype, device, options.weight_std)
+    reference = float32_reference(trained) if options.errors else None
+    implementations = choose(options)
+    results: list[Measurement] = []
+    for head in options.heads:
+        problem = trained
+        if head == "frozen":
+            problem = trained._replace(weight=trained.weight.detach())
+        blank = Measurement(shape.name, options.tokens, head, "")
+        results += measure_head(
+            problem,
+            implementations,
+            blank,
+            reference,
+            repeats=options.repeats,
+            warmup=options.warmup,
+        )
+    return results
+
+
+def choose(options: argparse.Namespace) -> list[HeadImplementation]:
+    """List the implementations whose name contains one of --only, or all of them."""
+    scratch_sizes: list[int | None] = [None, *options.scratch_bytes]
+    found = baselines_and_peers() + lowpeak_variants(scratch_sizes, options.backends)
+    if not options.only:
+        return found
+    return [one for one in found if any(part in one.name for part in options.only)]
+
+
+def render_results(results: Sequence[Measurement], heads: Sequence[str], errors: bool) -> str:
+    """Render one shape as a table: time and memory a head, errors of the first head if asked."""
+    headers = ["implementation"]
+    for head in heads:
+        headers += [f"{head} ms", f"{head} MiB"]
+    if errors:
+        headers += ["log p max error", "dH error", "dW error"]
+    names = list(dict.fromkeys(result.implementation for result in results))
+    found = {(result.implementation, result.head): result for result in results}
+    rows = []
+    for name in names:
+        row = [name]
+        for head in heads:
+            result = found[name, head]
+            row.append("failed" if result.failure else table.number(result.milliseconds))
+            row.append(table.mebibytes(result.extra_bytes))
+        if errors:
+            first = found[name, heads[0]]
+            row.append(table.scientific(first.log_prob_error))
+            row.append(table.scientific(first.hidden_gradient_error))
+            row.append(table.scientific(first.weight_gradient_error))
+        rows.append(row)
+    notes = [
+        f"- {result.implementation}, {result.head}: {result.failure}\n"
+        for result in results
+        if result.failure
+    ]
+    return table.render(headers, rows) + ("\n" + "".join(notes) if notes else "")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(prog="lm_head.py", description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add = parser.add_argument
+    add("--shapes", nargs="+", default=[shape.name for shape in SHAPES], metavar="NAME|VxH")
+    add("--tokens", type=int, default=8192)
+    add("--heads", nargs="+", choices=("trained", "frozen"), default=["trained", "frozen"])
+    add("--only", nargs="+", default=[], help="parts of the names of what to run; default all")
+    add("--scratch-bytes", nargs="+", type=table.parse_bytes, default=[], help="more lowpeak rows")
+    add("--backends", nargs="+", default=["auto"], help="lowpeak backends: auto triton torch")
+    add("--weight-std", type=float, default=0.02)
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--device", default=device)
+    add("--repeats", type=int, default=7)
+    add("--warmup", type=int, default=2)
+    add("--errors", action="store_true", help="errors against a float32 reference")
+    add("--json", type=Path, help="write results and environment here")
+    add("--plot", type=Path, help="write a PNG of time against memory here")
+    return parser
+
+
+def find_shape(text: str) -> HeadShape:
+    """Return a shape by its name or from "VxH"."""
+    for shape in SHAPES:
+        if shape.name == text:
+            return shape
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        names = ", ".join(shape.name for shape in SHAPES)
+        raise ValueError(f"shape is {text!r}; give one of {names}, or VxH such as 32000x2048")
+    return HeadShape(text, int(parts[0]), int(parts[1]))
+
+
+def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) -> int:
+    """Run the benchmark, print a table for each shape, write what was asked for."""
+    options = parser().parse_args(arguments)
+    results: list[Measurement] = []
+    for shape in [find_shape(text) for text in options.shapes]:
+        found = run_shape(shape, options)
+        results += found
+        title = f"{shape.name}: V={shape.vocabulary} H={shape.hidden} N={options.tokens}"
+        stream.write(table.heading(f"{title} {options.dtype}", stream))
+        stream.write(render_results(found, options.heads, options.errors))
+        stream.flush()
+        _release(torch.device(options.device))
+    if options.json is not None:
+        _write_json(options, results)
+    if options.plot is not None:
+        from lowpeak_bench.plots import plot_lm_head
+
+        plot_lm_head(results, options.plot)
+    return 0
+
+
+def _write_json(options: argparse.Namespace, results: Sequence[Measurement]) -> None:
+    kept = ("tokens", "weight_std", "dtype", "device", "repeats", "warmup")
+    document = {
+        "benchmark": "lm_head",
+        "environment": environment(),
+        "settings": {name: getattr(options, name) for name in kept},
+        "results": [dataclasses.asdict(result) for result in results],
+    }
+    options.json.write_text(json.dumps(document, indent=1) + "\n")
