@@ -1,1 +1,21 @@
-"""TRL trainers with lowpeak inside."""
+"""TRL trainers with lowpeak inside: change the import and nothing else."""
+
+from .compatibility import UnsupportedTrlError
+from .dpo import DPOConfig, DPOTrainer
+from .fused_forward import add_fused_lm_head
+from .grpo import GRPOConfig, GRPOTrainer
+from .mixin import LowpeakMixin, enabled
+from .sft import SFTConfig, SFTTrainer
+
+__all__ = [
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "LowpeakMixin",
+    "SFTConfig",
+    "SFTTrainer",
+    "UnsupportedTrlError",
+    "add_fused_lm_head",
+    "enabled",
+]

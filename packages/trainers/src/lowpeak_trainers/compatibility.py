@@ -1,0 +1,80 @@
+"""The gate in front of TRL: every name that lowpeak replaces is checked once, on import."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import trl
+from lowpeak.models import FusedCausalLMOutput
+from packaging.version import Version
+
+MINIMUM_TRL = "1.16.0"
+NEXT_MAJOR_TRL = "2"
+HEAD_NAME = "add_fused_lm_head"
+SEAM_MODULES = (
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+)
+
+
+class UnsupportedTrlError(ImportError):
+    """The installed TRL is not one that lowpeak_trainers can plug into."""
+
+
+def check_trl(replacement: Callable[..., Any]) -> None:
+    """Raise UnsupportedTrlError unless the installed TRL has the seam that `replacement` fits.
+
+    Checked are the version, `add_fused_lm_head` in each of SEAM_MODULES with the parameters and
+    defaults of `replacement`, and the fields of TRL's fused output. All faults come in one error.
+    """
+    version = Version(trl.__version__)
+    if not Version(MINIMUM_TRL) <= version < Version(NEXT_MAJOR_TRL):
+        raise _unsupported([f"its version is outside >={MINIMUM_TRL},<{NEXT_MAJOR_TRL}"])
+    faults = [
+        fault
+        for name in SEAM_MODULES
+        for fault in _module_faults(importlib.import_module(name), replacement)
+    ]
+    faults += _output_faults(importlib.import_module("trl.trainer.utils"))
+    if faults:
+        raise _unsupported(faults)
+
+
+def _module_faults(module: ModuleType, replacement: Callable[..., Any]) -> list[str]:
+    stock = vars(module).get(HEAD_NAME)
+    if stock is None:
+        return [f"{module.__name__} has no {HEAD_NAME}"]
+    found, wanted = _parameters(stock), _parameters(replacement)
+    if found != wanted:
+        return [f"{module.__name__}.{HEAD_NAME} takes ({found}), not ({wanted})"]
+    return []
+
+
+def _output_faults(utils: ModuleType) -> list[str]:
+    theirs = vars(utils).get("FusedCausalLMOutput")
+    if theirs is None:
+        return [f"{utils.__name__} has no FusedCausalLMOutput"]
+    ours = {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
+    unknown = sorted({field.name for field in dataclasses.fields(theirs)} - ours)
+    return [f"FusedCausalLMOutput has fields unknown to lowpeak: {unknown}"] if unknown else []
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters
+    )
+
+
+def _unsupported(faults: Sequence[str]) -> UnsupportedTrlError:
+    return UnsupportedTrlError(
+        f"lowpeak_trainers cannot plug into trl {trl.__version__}: {'; '.join(faults)}. Supported "
+        f"is trl>={MINIMUM_TRL},<{NEXT_MAJOR_TRL}. Install such a version "
+        f"(pip install 'trl>={MINIMUM_TRL},<{NEXT_MAJOR_TRL}'), or upgrade lowpeak-trainers."
+    )

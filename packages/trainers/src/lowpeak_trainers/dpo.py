@@ -1,0 +1,19 @@
+"""Direct preference optimization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trl
+from lowpeak import MemoryConfig
+
+from .mixin import LowpeakMixin
+
+
+@dataclass
+class DPOConfig(MemoryConfig, trl.DPOConfig):
+    """Settings of `trl.DPOConfig` and of `lowpeak.MemoryConfig`, all of them on the command line."""
+
+
+class DPOTrainer(LowpeakMixin, trl.DPOTrainer):
+    """`trl.DPOTrainer` with the memory techniques of lowpeak: same arguments, same results."""
