@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from lowpeak_bench import table
 from lowpeak_bench.environment import environment
+from lowpeak_bench.failures import reason
 from lowpeak_bench.peers import (
     Evaluate,
     Evaluation,
@@ -34,7 +34,6 @@ from lowpeak_bench.peers import (
 from lowpeak_bench.timing import interleaved_medians, peak_bytes
 
 FLOOR = "bare matrix products"
-MAX_REASON = 100
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def measure_head(
             result = _errors(result, *differentiate(evaluate, problem), reference)
             result = _memory(result, evaluate, problem)
         except Exception as error:  # a peer may fail in any way; the table shows how
-            failures.append(dataclasses.replace(result, failure=_reason(error)))
+            failures.append(dataclasses.replace(result, failure=reason(error)))
             _release(device)
             continue
         runs.append(_run(evaluate, problem))
@@ -170,13 +169,6 @@ def _release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    # Paths of the machine do not belong into published results.
-    text = re.sub(r"\s*\(/[^)]*\)?", "", lines[0]) if lines else ""
-    return f"{type(error).__name__}: {text}"[:MAX_REASON]
 
 
 def _memory(result: Measurement, evaluate: Evaluate, problem: HeadProblem) -> Measurement:
