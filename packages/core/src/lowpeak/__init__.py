@@ -1,1 +1,29 @@
-"""lowpeak: post-train language models on far longer sequences with the same GPU memory."""
+"""lowpeak: post-train language models on far longer sequences with the same GPU memory.
+
+Public names are imported on first use, so that `import lowpeak` needs neither Triton nor
+transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .lm_head import LMHeadOutput, LogitTransform, fused_lm_head
+
+_HOMES = {
+    "LMHeadOutput": "lm_head",
+    "LogitTransform": "lm_head",
+    "fused_lm_head": "lm_head",
+}
+
+__all__ = ["LMHeadOutput", "LogitTransform", "fused_lm_head"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lowpeak' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

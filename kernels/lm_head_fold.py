@@ -1,0 +1,247 @@
+"""Fold a tile of raw logits into running softmax statistics, one row a program.
+
+The target's column is left out of the sums and kept apart: with L = logsumexp of the other logits,
+log p(target) = -softplus(L - z_target) keeps its relative accuracy when p(target) approaches 1.
+Sums are centred on the running maximum of the other logits, so that the entropy does not cancel at
+large logit offsets and a logit of -inf contributes 0, never 0 * inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .logit_transform import TileTransform, transform_block, transform_tile_torch
+from .triton_shim import jit, tl
+
+NEGATIVE_INFINITY = -float("inf")
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Which statistics are folded beside maximum, sum_exp and target."""
+
+    entropy: bool = False
+    squares: bool = False
+    mean: bool = False
+    top1: bool = False
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Running statistics of N rows over the vocabulary seen so far, each [N], float32 or float64.
+
+    m is the largest of the logits other than the target's. A statistic that was not asked for is an
+    empty tensor.
+    """
+
+    maximum: Tensor  # m
+    sum_exp: Tensor  # sum_j exp(z_j - m), target left out
+    target: Tensor  # z_target
+    centred: Tensor  # sum_j exp(z_j - m) (z_j - m), target left out
+    squares: Tensor  # sum_j exp(2 (z_j - m)), target left out
+    total: Tensor  # sum_j z_j, target included
+    maximum_before: Tensor  # largest logit of a column before the target's
+
+    @classmethod
+    def empty(
+        cls, rows: int, folded: Folded, dtype: torch.dtype, device: torch.device
+    ) -> RowStatistics:
+        """Statistics of an empty vocabulary."""
+
+        def full(value: float, wanted: bool = True) -> Tensor:
+            return torch.full((rows if wanted else 0,), value, dtype=dtype, device=device)
+
+        return cls(
+            maximum=full(NEGATIVE_INFINITY),
+            sum_exp=full(0.0),
+            target=full(NEGATIVE_INFINITY),
+            centred=full(0.0, folded.entropy),
+            squares=full(0.0, folded.squares),
+            total=full(0.0, folded.mean),
+            maximum_before=full(NEGATIVE_INFINITY, folded.top1),
+        )
+
+    def rows(self, start: int, end: int) -> RowStatistics:
+        """Views of rows [start, end)."""
+        return RowStatistics(**{name: field[start:end] for name, field in vars(self).items()})
+
+
+def fold_tile_torch(
+    tile: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    statistics: RowStatistics,
+    start: int,
+    transform: TileTransform,
+    folded: Folded,
+) -> None:
+    """Fold the raw [n, v] tile of the vocabulary columns from `start` into `statistics`, in place.
+
+    `bias` is the tile's [v] slice, `targets` [n] int64, `temperature` [n]. Destroys the tile.
+    """
+    z = transform_tile_torch(tile, bias, temperature, transform, statistics.maximum.dtype)
+    width = z.size(1)
+    inside = (targets >= start) & (targets < start + width)
+    position = (targets - start).clamp(0, width - 1).unsqueeze(1)
+    hit = z.gather(1, position)
+    statistics.target.copy_(torch.where(inside, hit.squeeze(1), statistics.target))
+    if folded.mean:
+        statistics.total.add_(z.sum(1))
+    if folded.top1:
+        later = torch.arange(start, start + width, device=z.device) >= targets.unsqueeze(1)
+        before = z.masked_fill(later, NEGATIVE_INFINITY).amax(1)
+        statistics.maximum_before.copy_(torch.maximum(statistics.maximum_before, before))
+    z.scatter_(1, position, torch.where(inside.unsqueeze(1), NEGATIVE_INFINITY, hit))
+
+    old = statistics.maximum
+    new = torch.maximum(old, z.amax(1))
+    centre = torch.where(new == NEGATIVE_INFINITY, 0.0, new)
+    shrink = torch.exp(old - centre)
+    z.sub_(centre.unsqueeze(1))
+    weights = z.exp()
+    if folded.entropy:
+        shift = torch.where(statistics.sum_exp > 0, statistics.sum_exp * (old - centre), 0.0)
+        added = z.mul_(weights).masked_fill_(weights == 0, 0.0).sum(1)
+        statistics.centred.add_(shift).mul_(shrink).add_(added)
+    statistics.sum_exp.mul_(shrink).add_(weights.sum(1))
+    if folded.squares:
+        statistics.squares.mul_(shrink.square()).add_(weights.square_().sum(1))
+    statistics.maximum.copy_(new)
+
+
+@jit
+def lm_head_fold_kernel(
+    tile_ptr,
+    row_stride,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    maximum_ptr,
+    sum_exp_ptr,
+    target_ptr,
+    centred_ptr,
+    squares_ptr,
+    total_ptr,
+    maximum_before_ptr,
+    start,
+    width,
+    scale,
+    softcap,
+    temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOP1: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tile_ptr += row * row_stride
+    target = tl.load(targets_ptr + row) - start
+    if ROW_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    inverse_temperature = 1.0 / temperature
+
+    maximum = tl.load(maximum_ptr + row)
+    sum_exp = tl.load(sum_exp_ptr + row)
+    target_logit = tl.load(target_ptr + row)
+    if ENTROPY:
+        centred = tl.load(centred_ptr + row)
+    if SQUARES:
+        squares = tl.load(squares_ptr + row)
+    if MEAN:
+        total = tl.load(total_ptr + row)
+    if TOP1:
+        maximum_before = tl.load(maximum_before_ptr + row)
+
+    for offset in range(0, width, BLOCK):
+        columns = offset + tl.arange(0, BLOCK)
+        inside = columns < width
+        x = tl.load(tile_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+        if MEAN:
+            total += tl.sum(tl.where(inside, z, 0.0))
+        z = tl.where(inside, z, float("-inf"))
+        if TOP1:
+            before = tl.max(tl.where(columns < target, z, float("-inf")))
+            maximum_before = tl.maximum(maximum_before, before)
+        is_target = columns == target
+        # a sum picks the one value, NaN and -inf included
+        hit = tl.sum(tl.where(is_target, z, 0.0))
+        here = (target >= offset) & (target < offset + BLOCK) & (target < width)
+        target_logit = tl.where(here, hit, target_logit)
+        z = tl.where(is_target, float("-inf"), z)
+
+        new = tl.maximum(maximum, tl.max(z))
+        centre = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp(maximum - centre)
+        z = z - centre
+        weights = tl.exp(z)
+        if ENTROPY:
+            shift = tl.where(sum_exp > 0, sum_exp * (maximum - centre), 0.0)
+            centred = (centred + shift) * shrink + tl.sum(tl.where(weights == 0, 0.0, weights * z))
+        if SQUARES:
+            squares = squares * shrink * shrink + tl.sum(weights * weights)
+        sum_exp = sum_exp * shrink + tl.sum(weights)
+        maximum = new
+
+    tl.store(maximum_ptr + row, maximum)
+    tl.store(sum_exp_ptr + row, sum_exp)
+    tl.store(target_ptr + row, target_logit)
+    if ENTROPY:
+        tl.store(centred_ptr + row, centred)
+    if SQUARES:
+        tl.store(squares_ptr + row, squares)
+    if MEAN:
+        tl.store(total_ptr + row, total)
+    if TOP1:
+        tl.store(maximum_before_ptr + row, maximum_before)
+
+
+def fold_tile_triton(
+    tile: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    statistics: RowStatistics,
+    start: int,
+    transform: TileTransform,
+    folded: Folded,
+) -> None:
+    """`fold_tile_torch` as one kernel launch; statistics must be float32. Keeps the tile."""
+    lm_head_fold_kernel[(tile.size(0),)](
+        tile,
+        tile.stride(0),
+        bias,
+        targets,
+        temperature,
+        statistics.maximum,
+        statistics.sum_exp,
+        statistics.target,
+        statistics.centred,
+        statistics.squares,
+        statistics.total,
+        statistics.maximum_before,
+        start,
+        tile.size(1),
+        transform.scale,
+        transform.softcap,
+        transform.temperature,
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=transform.softcap != 0.0,
+        ROW_TEMPERATURE=temperature is not None,
+        ENTROPY=folded.entropy,
+        SQUARES=folded.squares,
+        MEAN=folded.mean,
+        TOP1=folded.top1,
+        BLOCK=4096,
+        num_warps=8,
+    )

@@ -1,0 +1,205 @@
+"""Turn a tile of raw logits into the gradient of the loss in those logits, in place.
+
+With p = softmax(z), every output's gradient in z_j is one polynomial in p_j and log p_j,
+
+    dz_j = p_j (a + b log p_j) + c p_j^2 + d + g ([j = target] - p_j),
+
+whose row coefficients a, b, c, d, g follow from the upstream gradients (`RowCoefficients`). The
+target's g (1 - p) comes in ready made, from expm1 of the exact log-probability: float32(1 - p) is 0
+where p rounds to 1. The chain rule of the logit transform then gives the gradient of the raw logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .logit_transform import TileTransform, transform_block, transform_tile_torch
+from .triton_shim import jit, tl
+
+
+@dataclass(frozen=True)
+class RowCoefficients:
+    """Coefficients of a row's gradient, each [N] in the statistics' dtype; None is zero."""
+
+    log_normalizer: Tensor  # log sum_j exp z_j
+    linear: Tensor  # a
+    target: Tensor  # g: upstream gradient of log_probs
+    target_rest: Tensor  # g (1 - p[target])
+    log_linear: Tensor | None  # b: minus the upstream gradient of entropy
+    square: Tensor | None  # c: 2 * upstream gradient of log_sum_sq_probs / sum_j p_j^2
+    constant: Tensor | None  # d: upstream gradient of mean_logits / V
+
+    def rows(self, start: int, end: int) -> RowCoefficients:
+        """Views of rows [start, end)."""
+        return RowCoefficients(
+            **{name: None if x is None else x[start:end] for name, x in vars(self).items()}
+        )
+
+
+def gradient_tile_torch(
+    tile: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    coefficients: RowCoefficients,
+    start: int,
+    transform: TileTransform,
+    out: Tensor,
+) -> None:
+    """Write the gradient of the raw [n, v] logits `tile` into `out`, which may be `tile` itself.
+
+    `bias` is the tile's [v] slice, `targets` [n] int64, `temperature` [n]; `start` is the tile's
+    first vocabulary column. Destroys the tile.
+    """
+    dtype = coefficients.log_normalizer.dtype
+    z = transform_tile_torch(tile, bias, temperature, transform, dtype)
+    width = z.size(1)
+    slope = _transform_slope(z, temperature, transform)
+    masked = z == -float("inf") if bias is not None else None
+    log_p = z.sub_(coefficients.log_normalizer.unsqueeze(1))
+    inside = ((targets >= start) & (targets < start + width)).unsqueeze(1)
+    position = (targets - start).clamp(0, width - 1).unsqueeze(1)
+
+    p = log_p.exp()
+    gradient = p * coefficients.linear.unsqueeze(1)
+    if coefficients.log_linear is not None:
+        entropy_part = log_p.mul_(p).masked_fill_(p == 0, 0.0)
+        gradient.addcmul_(entropy_part, coefficients.log_linear.unsqueeze(1))
+    if coefficients.square is not None:
+        gradient.addcmul_(p.square(), coefficients.square.unsqueeze(1))
+    if coefficients.constant is not None:
+        gradient.add_(coefficients.constant.unsqueeze(1))
+    p.mul_(coefficients.target.unsqueeze(1)).neg_()
+    rest = coefficients.target_rest.unsqueeze(1)
+    p.scatter_(1, position, torch.where(inside, rest, p.gather(1, position)))
+    gradient.add_(p)
+    if slope is not None:
+        gradient.mul_(slope)
+    if masked is not None:
+        gradient.masked_fill_(masked, 0.0)
+    out.copy_(gradient)
+
+
+def _transform_slope(z: Tensor, temperature: Tensor | None, transform: TileTransform) -> Tensor | None:
+    """dz / dx: [n, v] with a cap, [n, 1] with a temperature per row, None where it is 1."""
+    per_row = None if temperature is None else temperature.to(z.dtype).unsqueeze(1)
+    divisor = transform.temperature if per_row is None else per_row
+    if transform.softcap:
+        tanh = z * (divisor / transform.softcap)
+        return tanh.square_().neg_().add_(1.0).mul_(transform.scale / divisor)
+    if per_row is not None:
+        return transform.scale / per_row
+    if transform.scale == transform.temperature:
+        return None
+    return torch.full((1, 1), transform.scale / transform.temperature, dtype=z.dtype, device=z.device)
+
+
+@jit
+def lm_head_gradient_kernel(
+    tile_ptr,
+    row_stride,
+    out_ptr,
+    out_stride,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    log_normalizer_ptr,
+    linear_ptr,
+    target_ptr,
+    target_rest_ptr,
+    log_linear_ptr,
+    square_ptr,
+    constant_ptr,
+    start,
+    width,
+    scale,
+    softcap,
+    temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    LOG_LINEAR: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CONSTANT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    target = tl.load(targets_ptr + row) - start
+    if ROW_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row).to(tl.float32)
+    inverse_temperature = 1.0 / temperature
+
+    x = tl.load(tile_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+    log_p = z - tl.load(log_normalizer_ptr + row)
+    p = tl.exp(log_p)
+    polynomial = tl.load(linear_ptr + row)
+    if LOG_LINEAR:
+        log_linear = tl.load(log_linear_ptr + row)
+        polynomial = tl.where(p == 0, 0.0, polynomial + log_linear * log_p)
+    gradient = p * polynomial
+    if SQUARE:
+        gradient += tl.load(square_ptr + row) * p * p
+    if CONSTANT:
+        gradient += tl.load(constant_ptr + row)
+    rest = tl.load(target_rest_ptr + row)
+    gradient += tl.where(columns == target, rest, -p * tl.load(target_ptr + row))
+    if HAS_SOFTCAP:
+        tanh = z * temperature / softcap
+        gradient = gradient * (1.0 - tanh * tanh)
+    gradient = gradient * (scale * inverse_temperature)
+    if HAS_BIAS:
+        gradient = tl.where(z == float("-inf"), 0.0, gradient)
+    out = out_ptr + row * out_stride + columns
+    tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gradient_tile_triton(
+    tile: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    coefficients: RowCoefficients,
+    start: int,
+    transform: TileTransform,
+    out: Tensor,
+) -> None:
+    """`gradient_tile_torch` as one kernel launch; coefficients must be float32."""
+    block = 4096
+    grid = (tile.size(0), -(-tile.size(1) // block))
+    lm_head_gradient_kernel[grid](
+        tile,
+        tile.stride(0),
+        out,
+        out.stride(0),
+        bias,
+        targets,
+        temperature,
+        coefficients.log_normalizer,
+        coefficients.linear,
+        coefficients.target,
+        coefficients.target_rest,
+        coefficients.log_linear,
+        coefficients.square,
+        coefficients.constant,
+        start,
+        tile.size(1),
+        transform.scale,
+        transform.softcap,
+        transform.temperature,
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=transform.softcap != 0.0,
+        ROW_TEMPERATURE=temperature is not None,
+        LOG_LINEAR=coefficients.log_linear is not None,
+        SQUARE=coefficients.square is not None,
+        CONSTANT=coefficients.constant is not None,
+        BLOCK=block,
+        num_warps=8,
+    )

@@ -1,0 +1,163 @@
+"""Backward pass: logits recomputed tile by tile, the vocabulary outside.
+
+Each block of the weight's gradient is then complete before the next one starts: one product over
+all rows where they fit one tile, else a float32 block of its own. Nowhere is there a float32 [V, H].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
+from ..kernels.logit_transform import TileTransform
+from .gemm import add_product, product_into
+from .statistics import normalise
+from .tiles import HeadInputs, TileWalk, slice_or_none, tile_cost, use_triton
+
+
+def run_backward(
+    inputs: HeadInputs,
+    transform: TileTransform,
+    coefficients: RowCoefficients,
+    needs: tuple[bool, bool, bool],
+    scratch_bytes: int | None,
+    backend: str,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden [N, H], weight [V, H] and bias [V] in their own dtypes, where needed."""
+    power = None
+    if inputs.compute_dtype == torch.float16 and inputs.hidden.size(0):
+        temperature = transform.temperature if inputs.temperature is None else inputs.temperature
+        coefficients, power = normalise(coefficients, transform.scale / temperature)
+    gradients = _Gradients(inputs, needs, power)
+    if inputs.hidden.size(0) == 0:
+        return gradients.zeros()
+    triton = use_triton(backend, inputs)
+    gradient_of = gradient_tile_triton if triton else gradient_tile_torch
+    walk = gradients.plan(triton, scratch_bytes)
+    in_place = inputs.tile_dtype == inputs.compute_dtype
+    buffer = None if in_place else walk.new_buffer(inputs.compute_dtype)
+    for start, end, block in walk.vocabulary_blocks():
+        for first, last in walk.row_blocks():
+            logits = walk.logits(first, last, block)
+            tile = logits if buffer is None else walk.tile(buffer, *logits.shape)
+            gradient_of(
+                logits,
+                slice_or_none(inputs.bias, start, end),
+                inputs.targets[first:last],
+                slice_or_none(inputs.temperature, first, last),
+                coefficients.rows(first, last),
+                start,
+                transform,
+                tile,
+            )
+            gradients.add(tile, (first, last), (start, end), block, walk.hidden[first:last])
+        gradients.finish_block(start, end)
+    return gradients.finish()
+
+
+class _Gradients:
+    """The three gradients while tiles are added to them, vocabulary blocks in order."""
+
+    def __init__(
+        self, inputs: HeadInputs, needs: tuple[bool, bool, bool], power: Tensor | None
+    ) -> None:
+        self._inputs = inputs
+        self._needs = needs
+        self._power = power
+        self._dtype = inputs.statistics_dtype
+        self._hidden: Tensor | None = None
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._block: Tensor | None = None
+
+    def plan(self, triton: bool, scratch_bytes: int | None) -> TileWalk:
+        """Choose the tiles and allocate the results and the accumulators that they make necessary.
+
+        A block of the weight's gradient needs an accumulator where the weight's own dtype is too
+        narrow for one and the rows take more than one tile.
+        """
+        inputs = self._inputs
+        narrow = self._needs[1] and inputs.weight.dtype != self._dtype
+        block = narrow and not self._direct(inputs.weight.dtype)
+        walk = TileWalk(inputs, "backward", tile_cost(inputs, triton, True, block), scratch_bytes)
+        if narrow and walk.plan.rows < inputs.hidden.size(0):
+            block = True
+            cost = tile_cost(inputs, triton, True, block)
+            walk = TileWalk(inputs, "backward", cost, scratch_bytes)
+        self._allocate(walk, block)
+        return walk
+
+    def _direct(self, dtype: torch.dtype) -> bool:
+        """Whether a single product can be written as the result, rounded once to `dtype`."""
+        return self._power is None and dtype == self._inputs.compute_dtype
+
+    def zeros(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What an empty batch gives: zero, not missing, gradients."""
+        inputs = self._inputs
+        tensors = (inputs.hidden, inputs.weight, inputs.bias)
+        hidden, weight, bias = (
+            torch.zeros_like(x) if need and x is not None else None
+            for x, need in zip(tensors, self._needs, strict=True)
+        )
+        return hidden, weight, bias
+
+    def _allocate(self, walk: TileWalk, block: bool) -> None:
+        inputs, (need_hidden, need_weight, need_bias) = self._inputs, self._needs
+        hidden, weight = inputs.hidden, inputs.weight
+        if need_hidden:
+            whole = walk.plan.columns >= weight.size(0) and self._direct(hidden.dtype)
+            dtype = hidden.dtype if whole else self._dtype
+            self._hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
+        if need_weight:
+            self._weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        if block:
+            shape = (walk.plan.columns, weight.size(1))
+            self._block = torch.empty(shape, dtype=self._dtype, device=weight.device)
+        if need_bias:
+            self._bias = torch.zeros(weight.size(0), dtype=self._dtype, device=weight.device)
+
+    def add(
+        self,
+        tile: Tensor,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+        block: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Add the products of a tile [n, v] with its weight block [v, H] and hidden rows [n, H]."""
+        if self._hidden is not None:
+            write = product_into if columns[0] == 0 else add_product
+            write(self._hidden[rows[0] : rows[1]], tile, block)
+        if self._weight is not None:
+            write = product_into if rows[0] == 0 else add_product
+            write(self._weight_rows(*columns), tile.t(), hidden)
+        if self._bias is not None:
+            self._bias[columns[0] : columns[1]] += tile.sum(0, dtype=self._dtype)
+
+    def _weight_rows(self, start: int, end: int) -> Tensor:
+        assert self._weight is not None
+        return self._weight[start:end] if self._block is None else self._block[: end - start]
+
+    def finish_block(self, start: int, end: int) -> None:
+        """Write a vocabulary block's weight gradient, rounded once."""
+        if self._weight is None:
+            return
+        rows = self._weight_rows(start, end)
+        if self._power is not None:
+            rows.mul_(self._power)
+        if self._block is not None:
+            self._weight[start:end].copy_(rows)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients in the dtypes of what they belong to."""
+        inputs = self._inputs
+        if self._power is not None:
+            for accumulator in (self._hidden, self._bias):
+                if accumulator is not None:
+                    accumulator.mul_(self._power)
+        hidden = None if self._hidden is None else self._hidden.to(inputs.hidden.dtype)
+        bias = None
+        if self._bias is not None and inputs.bias is not None:
+            bias = self._bias.to(inputs.bias.dtype)
+        return hidden, self._weight, bias

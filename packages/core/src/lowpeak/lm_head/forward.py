@@ -1,0 +1,46 @@
+"""Forward pass: tiles of logits from the BLAS library, folded into statistics of each row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_tile_triton
+from ..kernels.logit_transform import TileTransform
+from .statistics import finish_statistics
+from .tiles import HeadInputs, TileWalk, slice_or_none, tile_cost, use_triton
+
+
+def run_forward(
+    inputs: HeadInputs,
+    transform: TileTransform,
+    names: tuple[str, ...],
+    scratch_bytes: int | None,
+    backend: str,
+) -> dict[str, Tensor]:
+    """The outputs `names` of each row, [N], with log_probs and log_normalizer always among them."""
+    folded = Folded(
+        entropy="entropy" in names,
+        squares="log_sum_sq_probs" in names,
+        mean="mean_logits" in names,
+        top1="is_top1" in names,
+    )
+    rows = inputs.hidden.size(0)
+    sums = RowStatistics.empty(rows, folded, inputs.statistics_dtype, inputs.hidden.device)
+    if rows:
+        triton = use_triton(backend, inputs)
+        fold = fold_tile_triton if triton else fold_tile_torch
+        cost = tile_cost(inputs, triton, backward=False, weight_block=False)
+        walk = TileWalk(inputs, "forward", cost, scratch_bytes)
+        for start, end, block in walk.vocabulary_blocks():
+            for first, last in walk.row_blocks():
+                fold(
+                    walk.logits(first, last, block),
+                    slice_or_none(inputs.bias, start, end),
+                    inputs.targets[first:last],
+                    slice_or_none(inputs.temperature, first, last),
+                    sums.rows(first, last),
+                    start,
+                    transform,
+                    folded,
+                )
+    return finish_statistics(sums, inputs.weight.size(0), names)

@@ -1,0 +1,46 @@
+"""Matrix products with a float32 result from half-precision factors, where the library has them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def has_wide_output(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `mm(out_dtype=float32)` works for these factors.
+
+    Found by running it once: ROCm and XPU builds of one torch version differ in it.
+    """
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    probe = torch.zeros(16, 16, device=device, dtype=dtype)
+    out = torch.empty(16, 16, device=device, dtype=torch.float32)
+    try:
+        torch.mm(probe, probe, out_dtype=torch.float32, out=out)
+        torch.addmm(out, probe, probe, out_dtype=torch.float32, out=out)
+    except RuntimeError:
+        return False
+    return True
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, rounded once to the dtype of `out` (that of `a` and `b`, or float32)."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif has_wide_output(a.device, a.dtype):
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def add_product(accumulator: Tensor, a: Tensor, b: Tensor) -> None:
+    """accumulator += a @ b without rounding the product to the dtype of `a` first."""
+    if accumulator.dtype == a.dtype:
+        torch.addmm(accumulator, a, b, out=accumulator)
+    elif has_wide_output(a.device, a.dtype):
+        torch.addmm(accumulator, a, b, out_dtype=accumulator.dtype, out=accumulator)
+    else:
+        accumulator.addmm_(a.to(accumulator.dtype), b.to(accumulator.dtype))

@@ -1,0 +1,64 @@
+"""Which rows count, and whether their targets are valid: one host synchronisation for both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def select_rows(
+    targets: Tensor,
+    vocabulary: int,
+    ignore_index: int,
+    temperature: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor | None:
+    """Indices of the rows whose target is not `ignore_index`, int64; None when all rows count.
+
+    Raises:
+        IndexError: for a target that is neither `ignore_index` nor in [0, vocabulary).
+        ValueError: for a temperature that is not positive in a row that counts, or a bias that masks
+            every token.
+    """
+    if targets.numel() == 0:
+        return None
+    valid = targets != ignore_index
+    bad_target = valid & ((targets < 0) | (targets >= vocabulary))
+    place = bad_target.to(torch.uint8).argmax()
+    facts = [valid.sum(), bad_target.sum(), place, targets[place]]
+    if temperature is not None:
+        facts.append((valid & ~(temperature > 0)).sum())
+    if bias is not None:
+        facts.append((bias > -float("inf")).any().long())
+    count, bad, where, value, *rest = torch.stack(facts).tolist()
+    if bad:
+        raise IndexError(
+            f"targets[{where}] (flattened) is {value}, neither ignore_index={ignore_index} nor in "
+            f"[0, {vocabulary}); {bad} of {targets.numel()} targets are out of range"
+        )
+    if temperature is not None and rest.pop(0):
+        raise ValueError("temperature must be positive in every row that is not ignored")
+    if bias is not None and count and not rest.pop():
+        raise ValueError("bias is -inf everywhere: no token of the vocabulary has a finite logit")
+    if count == targets.numel():
+        return None
+    # The rows' own positions go to their rank; the ignored ones share one slot behind the last.
+    rank = torch.where(valid, valid.cumsum(0) - 1, count)
+    rows = torch.empty(count + 1, dtype=torch.int64, device=targets.device)
+    return rows.scatter_(0, rank, torch.arange(targets.numel(), device=targets.device))[:count]
+
+
+def assert_rows(
+    targets: Tensor, vocabulary: int, ignore_index: int, temperature: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(mask of the rows that count, targets with 0 in the others) without a synchronisation.
+
+    A target out of range or a temperature that is not positive fails an assertion on the device.
+    """
+    valid = targets != ignore_index
+    fine = ~valid | ((targets >= 0) & (targets < vocabulary))
+    if temperature is not None:
+        fine = fine & (~valid | (temperature > 0))
+    message = f"a target is neither ignore_index nor in [0, {vocabulary}), or a temperature is not > 0"
+    torch._assert_async(fine.all(), message)
+    return valid, torch.where(valid, targets, 0)

@@ -1,0 +1,106 @@
+"""From folded sums to the outputs, and from upstream gradients to the coefficients of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.lm_head_fold import RowStatistics
+from ..kernels.lm_head_gradient import RowCoefficients
+
+
+def finish_statistics(
+    sums: RowStatistics, vocabulary: int, names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The outputs `names`, with log_probs and log_normalizer always among them.
+
+    With L the logsumexp of the logits other than the target's, p the target's probability and q the
+    softmax of the others: log p = -softplus(L - z_target), and
+    H = -p log p - (1 - p) log(1 - p) + (1 - p) H(q). No term cancels when p nears 0 or 1.
+    """
+    zero = torch.zeros((), dtype=sums.maximum.dtype, device=sums.maximum.device)
+    log_sum = sums.sum_exp.log()
+    others = sums.maximum + log_sum
+    gap = others - sums.target
+    log_p = -torch.logaddexp(gap, zero)
+    log_rest = -torch.logaddexp(-gap, zero)
+    alone = sums.sum_exp == 0  # no other token has a probability
+    results = {"log_probs": log_p, "log_normalizer": torch.logaddexp(others, sums.target)}
+    if "entropy" in names:
+        rest = -torch.expm1(log_p)
+        among_others = torch.where(alone, 0.0, log_sum - sums.centred / sums.sum_exp)
+        results["entropy"] = (
+            _times_log(rest, among_others - log_rest) - _times_log(log_p.exp(), log_p)
+        )
+    if "log_sum_sq_probs" in names:
+        squares = torch.where(alone, -float("inf"), sums.squares.log() - 2 * log_sum)
+        results["log_sum_sq_probs"] = torch.logaddexp(2 * log_p, 2 * log_rest + squares)
+    if "mean_logits" in names:
+        results["mean_logits"] = sums.total / vocabulary
+    if "is_top1" in names:
+        results["is_top1"] = (sums.target > sums.maximum_before) & (sums.target >= sums.maximum)
+    return results
+
+
+def _times_log(probability: Tensor, logarithm: Tensor) -> Tensor:
+    """p * log, with the limit 0 where p is 0."""
+    return torch.where(probability == 0, 0.0, probability * logarithm)
+
+
+def row_coefficients(
+    outputs: Mapping[str, Tensor], upstream: Mapping[str, Tensor], vocabulary: int
+) -> RowCoefficients:
+    """Coefficients of d loss / d z from the `upstream` gradients [N] of the differentiable outputs.
+
+    d log p_t = [j = t] - p_j;  d log Z = p_j;  dH = -p_j (log p_j + H);
+    d log sum p^2 = 2 (p_j^2 / sum p^2 - p_j);  d mean z = 1 / V.
+    """
+    log_p = outputs["log_probs"]
+    zeros = torch.zeros_like(log_p)
+    target = upstream.get("log_probs", zeros)
+    linear = upstream.get("log_normalizer", zeros)
+    log_linear = square = constant = None
+    if "entropy" in upstream:
+        log_linear = -upstream["entropy"]
+        linear = linear + log_linear * outputs["entropy"]
+    if "log_sum_sq_probs" in upstream:
+        twice = 2 * upstream["log_sum_sq_probs"]
+        square = twice * torch.exp(-outputs["log_sum_sq_probs"])
+        linear = linear - twice
+    if "mean_logits" in upstream:
+        constant = upstream["mean_logits"] / vocabulary
+    return RowCoefficients(
+        log_normalizer=outputs["log_normalizer"],
+        linear=linear,
+        target=target,
+        target_rest=target * -torch.expm1(log_p),
+        log_linear=log_linear,
+        square=square,
+        constant=constant,
+    )
+
+
+# 5 coefficients of at most 2 * 2^12 add up to less than float16's largest number, 65504.
+_LARGEST_COEFFICIENT = 12
+
+
+def normalise(coefficients: RowCoefficients, slope: float | Tensor) -> tuple[RowCoefficients, Tensor]:
+    """Coefficients divided by a power of two that brings the largest near 2^12, and that power.
+
+    For float16 gradients of logits, which would underflow at the upstream gradients of a mean over
+    many tokens; a power of two changes no digit. `slope` bounds the slope of the logit transform: a
+    number or [N].
+    """
+    gradients = {
+        name: x
+        for name, x in vars(coefficients).items()
+        if name != "log_normalizer" and x is not None
+    }
+    largest = torch.stack([(x * slope).abs().amax() for x in gradients.values()]).amax()
+    power = torch.exp2(torch.log2(largest).floor() - _LARGEST_COEFFICIENT)
+    power = torch.where(torch.isfinite(power) & (power > 0), power, 1.0)
+    scaled = {name: x / power for name, x in gradients.items()}
+    return replace(coefficients, **scaled), power

@@ -1,0 +1,130 @@
+"""Walk the [N, V] logits in tiles: the dtypes, buffers and kernels that both passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .gemm import has_wide_output, product_into
+from .planner import TileCost, TilePlan, default_scratch_bytes, plan_tiles
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """A head's inputs after the checks: hidden [N, H], weight [V, H], bias [V], targets [N] int64 in
+    [0, V), temperature [N] float32 or None, and the dtype of the products."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    temperature: Tensor | None
+    compute_dtype: torch.dtype
+
+    @property
+    def statistics_dtype(self) -> torch.dtype:
+        """float64 for float64 products, float32 otherwise."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
+
+    @property
+    def tile_dtype(self) -> torch.dtype:
+        """The dtype logits are rounded to: float16 would overflow above 65504, so float32 there."""
+        return torch.float32 if self.compute_dtype == torch.float16 else self.compute_dtype
+
+
+def use_triton(backend: str, inputs: HeadInputs) -> bool:
+    """Whether the Triton kernels serve; "auto" takes them on GPUs, but for float64.
+
+    Raises:
+        ValueError: for backend="triton" where Triton is missing or the products are float64.
+    """
+    if backend == "torch":
+        return False
+    from ..kernels.triton_shim import TRITON_AVAILABLE
+
+    serves = TRITON_AVAILABLE and inputs.compute_dtype != torch.float64
+    if backend == "auto":
+        return serves and inputs.hidden.device.type in ("cuda", "xpu")
+    if not serves:
+        raise ValueError(
+            f"backend='triton' cannot serve {inputs.compute_dtype} products "
+            f"(Triton installed: {TRITON_AVAILABLE}): pass backend='auto' or 'torch'"
+        )
+    return True
+
+
+def tile_cost(inputs: HeadInputs, triton: bool, backward: bool, weight_block: bool) -> TileCost:
+    """Scratch bytes per logit, column and row of one pass.
+
+    `weight_block`: whether a block of the weight's gradient is accumulated outside the result.
+    """
+    compute, statistics = inputs.compute_dtype.itemsize, inputs.statistics_dtype.itemsize
+    width = inputs.weight.size(1)
+    per_logit = inputs.tile_dtype.itemsize
+    if backward and inputs.tile_dtype != inputs.compute_dtype:
+        per_logit += compute
+    if not triton:
+        # temporaries of the torch twins: at most five of the statistics' dtype and two masks
+        per_logit += 5 * statistics + 2
+    per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
+    per_column += statistics * width if weight_block else 0
+    per_row = 0
+    half = inputs.compute_dtype in HALF_DTYPES
+    if half and not has_wide_output(inputs.hidden.device, inputs.compute_dtype):
+        per_column += statistics * width
+        per_row += statistics * width
+    return TileCost(per_logit, per_column, per_row)
+
+
+class TileWalk:
+    """Tiles of raw logits in one reused buffer, vocabulary blocks outside, row blocks inside."""
+
+    def __init__(
+        self, inputs: HeadInputs, phase: str, cost: TileCost, scratch_bytes: int | None
+    ) -> None:
+        device = inputs.hidden.device
+        if scratch_bytes is None:
+            scratch_bytes = default_scratch_bytes(device.type)
+        self.inputs = inputs
+        self.hidden = inputs.hidden.to(inputs.compute_dtype)
+        rows, columns = inputs.hidden.size(0), inputs.weight.size(0)
+        self.plan: TilePlan = plan_tiles(phase, rows, columns, cost, scratch_bytes)
+        self._pitch = -(-self.plan.columns // 8) * 8  # aligned rows, whatever the vocabulary's size
+        self._buffer = self.new_buffer(inputs.tile_dtype)
+
+    def new_buffer(self, dtype: torch.dtype) -> Tensor:
+        """An uninitialised buffer for one tile."""
+        size = self.plan.rows * self._pitch
+        return torch.empty(size, dtype=dtype, device=self.inputs.hidden.device)
+
+    def tile(self, buffer: Tensor, rows: int, columns: int) -> Tensor:
+        """A [rows, columns] view of `buffer` with aligned rows."""
+        return buffer.as_strided((rows, columns), (self._pitch, 1))
+
+    def vocabulary_blocks(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, end, weight[start:end] in the compute dtype)."""
+        for start in range(0, self.inputs.weight.size(0), self.plan.columns):
+            block = self.inputs.weight[start : start + self.plan.columns]
+            yield start, start + block.size(0), block.to(self.inputs.compute_dtype)
+
+    def row_blocks(self) -> Iterator[tuple[int, int]]:
+        """(start, end) of each block of rows."""
+        total = self.hidden.size(0)
+        for start in range(0, total, self.plan.rows):
+            yield start, min(start + self.plan.rows, total)
+
+    def logits(self, start: int, end: int, block: Tensor) -> Tensor:
+        """Raw logits of rows [start, end) and the vocabulary of `block`, without bias."""
+        tile = self.tile(self._buffer, end - start, block.size(0))
+        product_into(tile, self.hidden[start:end], block.t())
+        return tile
+
+
+def slice_or_none(x: Tensor | None, start: int, end: int) -> Tensor | None:
+    """x[start:end], or None for None."""
+    return None if x is None else x[start:end]
