@@ -1,0 +1,156 @@
+"""Memory: never [N, V], scratch under scratch_bytes, nothing for what needs no gradient."""
+
+import pytest
+import torch
+from lm_head_checks import OUTPUTS, Case, call, make_case
+from lm_head_memory import Allocations, measure
+
+KiB, MiB = 1 << 10, 1 << 20
+
+# Statistics, upstream gradients, targets and their indices: bytes per row, generously; of the
+# vocabulary only vectors. Allocators round every tensor up to 512 bytes (CUDA).
+PER_ROW, PER_COLUMN, ROUNDING = 160, 16, 64 * KiB
+
+OUTPUT_SETS = {"log_probs": ("log_probs",), "all": OUTPUTS}
+
+
+def footprint(case: Case, outputs: tuple[str, ...], frozen: tuple[str, ...], scratch: int):
+    """Allocations of a forward and backward whose gradients are kept."""
+
+    leaves = case.leaves(frozen)
+
+    def step() -> object:
+        for leaf in leaves.values():
+            leaf.grad = None
+        result = call(case, leaves, outputs, scratch_bytes=scratch)
+        values = [v for v in result if v is not None and v.requires_grad]
+        if values:
+            torch.autograd.backward(values, [torch.ones_like(v) for v in values])
+        return result
+
+    return measure(step, case.hidden.device)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def allowance(case: Case, frozen: tuple[str, ...], scratch: int) -> int:
+    """Gradients + float32 accumulator of hidden's gradient + scratch + vectors."""
+    rows, columns = case.targets.numel(), case.vocabulary
+    total = scratch + PER_ROW * rows + PER_COLUMN * columns + ROUNDING
+    if "hidden" not in frozen:
+        total += nbytes(case.hidden)
+        total += 4 * case.hidden.numel() if case.hidden.element_size() < 4 else 0
+    if "weight" not in frozen:
+        total += nbytes(case.weight)
+    return total
+
+
+def report(found: Allocations, allowed: int) -> str:
+    return f"peak {found.peak / MiB:.2f} MiB, allowed {allowed / MiB:.2f} MiB"
+
+
+@pytest.mark.parametrize("outputs", OUTPUT_SETS)
+@pytest.mark.parametrize("scratch", [MiB, 4 * MiB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_without_logits_and_without_wide_weight_gradient(
+    dtype: torch.dtype, scratch: int, outputs: str, device: torch.device
+) -> None:
+    """N=1024, V=8192, H=256: logits are 16 (32) MiB, a float32 dW of bfloat16 8 MiB.
+
+    Allowed at 1 MiB of scratch in bfloat16: 4 (dW) + 0.5 + 1 (dH) + 1 + 0.35 MiB.
+    """
+    case = make_case(1024, 8192, 256, dtype, device, ignored=0.0)
+    found = footprint(case, OUTPUT_SETS[outputs], (), scratch)
+    allowed = allowance(case, (), scratch)
+    assert allowed < nbytes(case.weight) + 1024 * 8192 * dtype.itemsize
+    if dtype == torch.bfloat16 and scratch == MiB:
+        assert allowed < 4 * case.weight.numel()
+    assert found.peak <= allowed, report(found, allowed)
+    assert found.peak >= nbytes(case.weight), "the measurement misses the weight's gradient"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_and_narrow(dtype: torch.dtype, device: torch.device) -> None:
+    """N=16384 rows, V=2048: logits would be 64 (128) MiB, allowed are about 10."""
+    case = make_case(16384, 2048, 32, dtype, device, ignored=0.0)
+    found = footprint(case, OUTPUTS, (), 4 * MiB)
+    allowed = allowance(case, (), 4 * MiB)
+    assert allowed < 16 * MiB
+    assert found.peak <= allowed, report(found, allowed)
+
+
+@pytest.mark.parametrize("frozen", [("weight", "bias"), ("weight",)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a15_frozen_weight_allocates_nothing_of_its_size(
+    dtype: torch.dtype, frozen: tuple[str, ...], device: torch.device
+) -> None:
+    case = make_case(256, 8192, 256, dtype, device, ignored=0.0)
+    found = footprint(case, ("log_probs", "entropy"), frozen, MiB)
+    allowed = allowance(case, frozen, MiB)
+    assert allowed < nbytes(case.weight)
+    assert found.largest < nbytes(case.weight) // 2
+    assert found.peak <= allowed, report(found, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_hidden_allocates_nothing_of_its_size(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    case = make_case(4096, 256, 512, dtype, device, ignored=0.0)
+    found = footprint(case, ("log_probs", "entropy"), ("hidden",), MiB)
+    allowed = allowance(case, ("hidden",), MiB)
+    assert allowed < nbytes(case.hidden)
+    assert found.peak <= allowed, report(found, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inference_allocates_scratch_and_vectors_only(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    case = make_case(1024, 8192, 256, dtype, device, ignored=0.0)
+    frozen = ("hidden", "weight", "bias")
+    found = footprint(case, OUTPUTS, frozen, MiB)
+    allowed = allowance(case, frozen, MiB)
+    assert found.peak <= allowed, report(found, allowed)
+
+
+def test_ignored_rows_cost_no_memory(device: torch.device) -> None:
+    """With 7 of 8 rows ignored, what is added for the valid ones is small."""
+    case = make_case(8192, 1024, 256, device=device, ignored=0.0)
+    case.targets[torch.arange(8192, device=device) % 8 != 0] = -100
+    found = footprint(case, ("log_probs",), ("weight", "bias"), MiB)
+    # Gradient of hidden, one copy of the valid rows of hidden and of their gradient.
+    allowed = nbytes(case.hidden) * 10 // 8 + MiB + PER_ROW * 8192 + ROUNDING
+    assert found.peak <= allowed, report(found, allowed)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "contiguous"])
+def test_layout_of_the_weight_costs_no_copy(layout: str, device: torch.device) -> None:
+    """A weight stored transposed is read in place, not made contiguous."""
+    case = make_case(128, 8192, 256, device=device, ignored=0.0, bias=False)
+    weight = case.weight.T.contiguous().T if layout == "transposed" else case.weight
+    case = Case(case.hidden, weight, case.targets)
+
+    def forward() -> object:
+        return call(case, {"hidden": case.hidden, "weight": weight}, ("log_probs",),
+                    scratch_bytes=MiB)  # fmt: skip
+
+    found = measure(forward, device)
+    assert found.peak <= MiB + PER_ROW * 128 + ROUNDING, report(found, MiB)
+
+
+def test_fp32_weight_under_autocast_is_cast_by_blocks(device: torch.device) -> None:
+    """No bfloat16 copy of the whole float32 weight (4 MiB here)."""
+    case = make_case(128, 8192, 256, device=device, ignored=0.0, bias=False)
+
+    def forward() -> object:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            return call(case, {"hidden": case.hidden, "weight": case.weight}, ("log_probs",),
+                        scratch_bytes=MiB)  # fmt: skip
+
+    found = measure(forward, device)
+    allowed = MiB + 2 * case.hidden.numel() + PER_ROW * 128 + ROUNDING
+    assert allowed < 2 * case.weight.numel()
+    assert found.peak <= allowed, report(found, allowed)
