@@ -73,10 +73,11 @@ def load_trl(outputs: Sequence[str]) -> Evaluate:
     """Return TRL's chunked log-probabilities, called as its add_fused_lm_head calls them."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
+    function: Any = ChunkedLogProbFunction
     vocabulary_chunk = 32768  # trl/trainer/utils.py, TRL 1.16
 
     def evaluate(problem: HeadProblem) -> Evaluation:
-        log_probs = ChunkedLogProbFunction.apply(
+        log_probs = function.apply(
             problem.hidden,
             problem.weight,
             None,

@@ -70,9 +70,10 @@ def build_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrain
     """Build a Gemma 3 model with random weights on the device, sdpa attention, seed 0."""
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
+    auto_model: Any = AutoModelForCausalLM
     torch.manual_seed(0)
     with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_model.from_config(
             Gemma3TextConfig(**CONFIGS[name]), dtype=dtype, attn_implementation="sdpa"
         )
     return model
@@ -88,13 +89,15 @@ def build_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     words.update({f"w{index}": index for index in range(len(special), vocabulary)})
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = tokenizer_class(
         tokenizer_object=backend,
         pad_token="<pad>",
         eos_token="<eos>",
         bos_token="<bos>",
         unk_token="<unk>",
     )
+    return tokenizer
 
 
 def random_ids(count: int, vocabulary: int, seed: int) -> list[int]:

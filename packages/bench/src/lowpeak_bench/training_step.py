@@ -67,7 +67,7 @@ def step_clock(device: torch.device, warmup: int) -> Any:
     """
     from transformers import TrainerCallback
 
-    class StepClock(TrainerCallback):  # type: ignore[misc]
+    class StepClock(TrainerCallback):
         def __init__(self) -> None:
             self.seconds: list[float] = []
             self.start = 0.0
@@ -185,7 +185,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) -> int:
-    """Run all cases, short sequences first, and print one table."""
+    """Run all cases, short sequences first, and print one table.
+
+    Returns 1 when a case of lowpeak failed; TRL may run out of memory first.
+    """
     from datasets import disable_progress_bars
 
     options = parser().parse_args(arguments)
@@ -207,7 +210,7 @@ def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) ->
     stream.write(render_results(results))
     if options.json is not None:
         _write_json(options, results)
-    return 0
+    return int(any(result.failure and result.side == "lowpeak" for result in results))
 
 
 def _write_json(options: argparse.Namespace, results: Sequence[StepResult]) -> None:
