@@ -56,7 +56,7 @@ BACKENDS = {
 
 def group(name: str) -> list[str]:
     """The requirements of a dependency group of pyproject.toml."""
-    return nox.project.dependency_groups(PROJECT, name)
+    return list(nox.project.dependency_groups(PROJECT, name))
 
 
 def without_venv(session: nox.Session) -> bool:
@@ -99,7 +99,7 @@ def test_xpu(session: nox.Session) -> None:
 
 
 def run_gpu_suite(session: nox.Session, name: str) -> None:
-    """Run pytest with the GPU visible, or end the session with one line that says what is missing."""
+    """Run pytest with the GPU visible, or end the session with one line on what is missing."""
     backend = BACKENDS[name]
     environment: dict[str, str | None] = {"TRITON_INTERPRET": None}
     if without_venv(session):
