@@ -9,6 +9,7 @@ large logit offsets and a logit of -inf contributes 0, never 0 * inf.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from .logit_transform import TileTransform, transform_block, transform_tile_torc
 from .triton_shim import jit, tl
 
 NEGATIVE_INFINITY = -float("inf")
+
+_BLOCK = 4096
+_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,41 @@ def fold_tile_triton(
         SQUARES=folded.squares,
         MEAN=folded.mean,
         TOP1=folded.top1,
-        BLOCK=4096,
-        num_warps=8,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
     )
+
+
+def _variant(
+    tile: str, bias: str | None = None, **on: bool
+) -> tuple[str, dict[str, str], Any, int]:
+    flags = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1")
+    constants: dict[str, object] = {flag: on.get(flag, False) for flag in flags}
+    constants |= {"HAS_BIAS": bias is not None, "BLOCK": _BLOCK}
+    sums = ("maximum", "sum_exp", "target", "centred", "squares", "total", "maximum_before")
+    types = {"tile_ptr": f"*{tile}", "targets_ptr": "*i64"}
+    types |= {f"{name}_ptr": "*fp32" for name in sums}
+    types |= dict.fromkeys(("row_stride", "start", "width"), "i32")
+    types |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
+    for pointer, kind in (("bias_ptr", bias), ("temperature_ptr", on.get("ROW_TEMPERATURE"))):
+        if kind:
+            types[pointer] = "*fp32" if kind is True else f"*{kind}"
+        else:
+            constants[pointer] = None
+    return ("lm_head_fold_kernel", types, constants, _WARPS)
+
+
+_EVERYTHING = dict.fromkeys(
+    ("HAS_SOFTCAP", "ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1"), True
+)
+# float16 logits are folded as float32 tiles
+AOT_VARIANTS = [
+    _variant("bf16"),
+    _variant("bf16", ENTROPY=True, TOP1=True),
+    _variant("bf16", ENTROPY=True, TOP1=True, MEAN=True, HAS_SOFTCAP=True),
+    _variant("bf16", "bf16", **_EVERYTHING),
+    _variant("bf16", "fp32", ENTROPY=True),
+    _variant("fp32"),
+    _variant("fp32", "fp16", ENTROPY=True),
+    _variant("fp32", "fp32", **_EVERYTHING),
+]

@@ -5,19 +5,23 @@ With p = softmax(z), every output's gradient in z_j is one polynomial in p_j and
     dz_j = p_j (a + b log p_j) + c p_j^2 + d + g ([j = target] - p_j),
 
 whose row coefficients a, b, c, d, g follow from the upstream gradients (`RowCoefficients`). The
-target's g (1 - p) comes in ready made, from expm1 of the exact log-probability: float32(1 - p) is 0
-where p rounds to 1. The chain rule of the logit transform then gives the gradient of the raw logits.
+target's g (1 - p) comes in ready made, from expm1 of the log-probability: float32(1 - p) is 0 where
+p rounds to 1. The chain rule of the logit transform then gives the gradient of the raw logits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .logit_transform import TileTransform, transform_block, transform_tile_torch
 from .triton_shim import jit, tl
+
+_BLOCK = 4096
+_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,18 @@ class RowCoefficients:
     def rows(self, start: int, end: int) -> RowCoefficients:
         """Views of rows [start, end)."""
         return RowCoefficients(
-            **{name: None if x is None else x[start:end] for name, x in vars(self).items()}
+            log_normalizer=self.log_normalizer[start:end],
+            linear=self.linear[start:end],
+            target=self.target[start:end],
+            target_rest=self.target_rest[start:end],
+            log_linear=_slice(self.log_linear, start, end),
+            square=_slice(self.square, start, end),
+            constant=_slice(self.constant, start, end),
         )
+
+
+def _slice(x: Tensor | None, start: int, end: int) -> Tensor | None:
+    return None if x is None else x[start:end]
 
 
 def gradient_tile_torch(
@@ -83,7 +97,9 @@ def gradient_tile_torch(
     out.copy_(gradient)
 
 
-def _transform_slope(z: Tensor, temperature: Tensor | None, transform: TileTransform) -> Tensor | None:
+def _transform_slope(
+    z: Tensor, temperature: Tensor | None, transform: TileTransform
+) -> Tensor | None:
     """dz / dx: [n, v] with a cap, [n, 1] with a temperature per row, None where it is 1."""
     per_row = None if temperature is None else temperature.to(z.dtype).unsqueeze(1)
     divisor = transform.temperature if per_row is None else per_row
@@ -94,7 +110,9 @@ def _transform_slope(z: Tensor, temperature: Tensor | None, transform: TileTrans
         return transform.scale / per_row
     if transform.scale == transform.temperature:
         return None
-    return torch.full((1, 1), transform.scale / transform.temperature, dtype=z.dtype, device=z.device)
+    return torch.full(
+        (1, 1), transform.scale / transform.temperature, dtype=z.dtype, device=z.device
+    )
 
 
 @jit
@@ -172,8 +190,7 @@ def gradient_tile_triton(
     out: Tensor,
 ) -> None:
     """`gradient_tile_torch` as one kernel launch; coefficients must be float32."""
-    block = 4096
-    grid = (tile.size(0), -(-tile.size(1) // block))
+    grid = (tile.size(0), -(-tile.size(1) // _BLOCK))
     lm_head_gradient_kernel[grid](
         tile,
         tile.stride(0),
@@ -200,6 +217,49 @@ def gradient_tile_triton(
         LOG_LINEAR=coefficients.log_linear is not None,
         SQUARE=coefficients.square is not None,
         CONSTANT=coefficients.constant is not None,
-        BLOCK=block,
-        num_warps=8,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
     )
+
+
+def _variant(
+    tile: str, out: str, bias: str | None = None, **on: bool
+) -> tuple[str, dict[str, str], Any, int]:
+    flags = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT")
+    constants: dict[str, object] = {flag: on.get(flag, False) for flag in flags}
+    constants |= {"HAS_BIAS": bias is not None, "BLOCK": _BLOCK}
+    types = {"tile_ptr": f"*{tile}", "out_ptr": f"*{out}", "targets_ptr": "*i64"}
+    rows = ("log_normalizer", "linear", "target", "target_rest")
+    types |= {f"{name}_ptr": "*fp32" for name in rows}
+    types |= dict.fromkeys(("row_stride", "out_stride", "start", "width"), "i32")
+    types |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
+    optional = {
+        "bias_ptr": bias,
+        "temperature_ptr": "fp32" if constants["ROW_TEMPERATURE"] else None,
+        "log_linear_ptr": "fp32" if constants["LOG_LINEAR"] else None,
+        "square_ptr": "fp32" if constants["SQUARE"] else None,
+        "constant_ptr": "fp32" if constants["CONSTANT"] else None,
+    }
+    for pointer, kind in optional.items():
+        if kind is None:
+            constants[pointer] = None
+        else:
+            types[pointer] = f"*{kind}"
+    return ("lm_head_gradient_kernel", types, constants, _WARPS)
+
+
+_EVERYTHING = dict.fromkeys(
+    ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT"), True
+)
+# float16 products: float32 tiles of logits, float16 tiles of gradients
+AOT_VARIANTS = [
+    _variant("bf16", "bf16"),
+    _variant("bf16", "bf16", LOG_LINEAR=True),
+    _variant("bf16", "bf16", HAS_SOFTCAP=True),
+    _variant("bf16", "bf16", "bf16", **_EVERYTHING),
+    _variant("bf16", "bf16", "fp32", LOG_LINEAR=True),
+    _variant("fp32", "fp32"),
+    _variant("fp32", "fp32", "fp32", **_EVERYTHING),
+    _variant("fp32", "fp16"),
+    _variant("fp32", "fp16", "fp16", **_EVERYTHING),
+]

@@ -1,7 +1,7 @@
 """Backward pass: logits recomputed tile by tile, the vocabulary outside.
 
 Each block of the weight's gradient is then complete before the next one starts: one product over
-all rows where they fit one tile, else a float32 block of its own. Nowhere is there a float32 [V, H].
+all rows where they fit one tile, else a float32 block of its own. There is no float32 [V, H].
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def fused_lm_head(
             if rows_temperature is not None:
                 rows_temperature = rows_temperature.index_select(0, rows)
 
-    values = _FusedLMHead.apply(
+    values = _FusedLMHead.apply(  # type: ignore[no-untyped-call]  # torch has no type for it
         flat_hidden,
         weight,
         bias,
@@ -125,9 +125,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-def _placed(
-    value: Tensor, rows: Tensor | None, valid: Tensor | None, shape: torch.Size
-) -> Tensor:
+def _placed(value: Tensor, rows: Tensor | None, valid: Tensor | None, shape: torch.Size) -> Tensor:
     """One [n] output at its rows, 0 in the ignored ones, in the shape of the targets."""
     if rows is not None:
         value = value.new_zeros(shape.numel()).index_copy(0, rows, value)

@@ -113,7 +113,9 @@ def lm_head_backward(
     rows, inputs = _selected(inputs, ignore_index)
     dtype = inputs.statistics_dtype
     statistics = {
-        name: _gathered(x, rows) for name, x in zip(SAVED_NAMES, saved, strict=True) if x is not None
+        name: _gathered(x, rows)
+        for name, x in zip(SAVED_NAMES, saved, strict=True)
+        if x is not None
     }
     gradients = {
         name: _gathered(x, rows).to(dtype).contiguous()
@@ -170,9 +172,7 @@ def _refuse_double_backward(ctx: object, *gradients: object) -> None:
 lm_head_backward.register_autograd(_refuse_double_backward)
 
 
-def _selected(
-    inputs: HeadInputs, ignore_index: int | None
-) -> tuple[Tensor | None, HeadInputs]:
+def _selected(inputs: HeadInputs, ignore_index: int | None) -> tuple[Tensor | None, HeadInputs]:
     """The rows that count (None: all) and the inputs cut down to them."""
     rows = None
     if ignore_index is not None:

@@ -30,7 +30,7 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class TileCost:
-    """Scratch bytes of a tile: per logit, per vocabulary column and per row (casts, accumulators)."""
+    """Scratch bytes of a tile (casts and accumulators): per logit, vocabulary column and row."""
 
     per_logit: int
     per_column: int
@@ -69,9 +69,7 @@ def default_scratch_bytes(device_type: str) -> int:
     return _DEFAULT_SCRATCH.get(device_type, _DEFAULT_SCRATCH_ACCELERATOR)
 
 
-def plan_tiles(
-    phase: str, rows: int, columns: int, cost: TileCost, scratch_bytes: int
-) -> TilePlan:
+def plan_tiles(phase: str, rows: int, columns: int, cost: TileCost, scratch_bytes: int) -> TilePlan:
     """Tiles for `rows` tokens and a vocabulary of `columns` within `scratch_bytes`.
 
     All rows are kept together while a tile of `_PREFERRED_COLUMNS` columns fits, since then a block

@@ -17,8 +17,8 @@ def select_rows(
 
     Raises:
         IndexError: for a target that is neither `ignore_index` nor in [0, vocabulary).
-        ValueError: for a temperature that is not positive in a row that counts, or a bias that masks
-            every token.
+        ValueError: for a temperature that is not positive in a row that counts, or a bias that
+            masks every token.
     """
     if targets.numel() == 0:
         return None
@@ -59,6 +59,8 @@ def assert_rows(
     fine = ~valid | ((targets >= 0) & (targets < vocabulary))
     if temperature is not None:
         fine = fine & (~valid | (temperature > 0))
-    message = f"a target is neither ignore_index nor in [0, {vocabulary}), or a temperature is not > 0"
+    message = (
+        f"a target is neither ignore_index nor in [0, {vocabulary}), or a temperature is not > 0"
+    )
     torch._assert_async(fine.all(), message)
     return valid, torch.where(valid, targets, 0)

@@ -32,8 +32,8 @@ def finish_statistics(
     if "entropy" in names:
         rest = -torch.expm1(log_p)
         among_others = torch.where(alone, 0.0, log_sum - sums.centred / sums.sum_exp)
-        results["entropy"] = (
-            _times_log(rest, among_others - log_rest) - _times_log(log_p.exp(), log_p)
+        results["entropy"] = _times_log(rest, among_others - log_rest) - _times_log(
+            log_p.exp(), log_p
         )
     if "log_sum_sq_probs" in names:
         squares = torch.where(alone, -float("inf"), sums.squares.log() - 2 * log_sum)
@@ -87,7 +87,9 @@ def row_coefficients(
 _LARGEST_COEFFICIENT = 12
 
 
-def normalise(coefficients: RowCoefficients, slope: float | Tensor) -> tuple[RowCoefficients, Tensor]:
+def normalise(
+    coefficients: RowCoefficients, slope: float | Tensor
+) -> tuple[RowCoefficients, Tensor]:
     """Coefficients divided by a power of two that brings the largest near 2^12, and that power.
 
     For float16 gradients of logits, which would underflow at the upstream gradients of a mean over

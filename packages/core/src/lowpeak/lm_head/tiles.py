@@ -16,8 +16,11 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """A head's inputs after the checks: hidden [N, H], weight [V, H], bias [V], targets [N] int64 in
-    [0, V), temperature [N] float32 or None, and the dtype of the products."""
+    """A head's inputs after the checks, and the dtype of the products.
+
+    hidden [N, H], weight [V, H], bias [V], targets [N] int64 in [0, V), temperature [N] in the
+    statistics' dtype.
+    """
 
     hidden: Tensor
     weight: Tensor

@@ -23,8 +23,8 @@ class LogitTransform:
             treated as a constant.
 
     Raises:
-        ValueError: for a softcap or temperature that is not positive, a scale that is not finite, or
-            a temperature tensor that requires a gradient.
+        ValueError: for a softcap or temperature that is not positive, a scale that is not finite,
+            or a temperature tensor that requires a gradient.
     """
 
     scale: float = 1.0
