@@ -8,15 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .config import MemoryConfig
     from .lm_head import LMHeadOutput, LogitTransform, fused_lm_head
+    from .models import reduce_memory
 
 _HOMES = {
     "LMHeadOutput": "lm_head",
     "LogitTransform": "lm_head",
+    "MemoryConfig": "config",
     "fused_lm_head": "lm_head",
+    "reduce_memory": "models",
 }
 
-__all__ = ["LMHeadOutput", "LogitTransform", "fused_lm_head"]
+__all__ = ["LMHeadOutput", "LogitTransform", "MemoryConfig", "fused_lm_head", "reduce_memory"]
 
 
 def __getattr__(name: str) -> object:

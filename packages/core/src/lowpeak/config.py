@@ -1,0 +1,84 @@
+"""What lowpeak may do to a model: the options, and the switch that turns techniques off."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+DISABLE_VARIABLE = "LOWPEAK_DISABLE"
+TECHNIQUES = ("head",)
+
+
+@dataclass
+class MemoryConfig:
+    """Options of lowpeak, also a mixin in front of a `transformers.TrainingArguments` dataclass.
+
+    Every field is a number, a bool or None, so that it can be written to JSON and given on a
+    command line. None means that lowpeak decides; an explicit value is never overridden.
+
+    `class MyConfig(MemoryConfig, TrainingArguments)` has the fields of both.
+
+    Raises:
+        ValueError: in `validate_memory_config`, for a scratch size that is not positive.
+    """
+
+    fused_lm_head: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute losses and log-probabilities without the logits of the whole batch. "
+            "None is on, unless the environment variable LOWPEAK_DISABLE names 'head'."
+        },
+    )
+    lm_head_scratch_bytes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most bytes of scratch memory of the fused LM head. None lets lowpeak choose "
+            "by the shape of the head."
+        },
+    )
+    eval_logits: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether a model in eval mode that is given labels also returns its logits, as "
+            "compute_metrics needs them. None is yes; False computes the loss alone. Trainers of "
+            "lowpeak_trainers ask for logits by themselves when they need them."
+        },
+    )
+
+    def validate_memory_config(self) -> None:
+        """Check the values; called where the config is used, since a mixin has no __post_init__.
+
+        Raises:
+            ValueError: for `lm_head_scratch_bytes` below 1.
+        """
+        if self.lm_head_scratch_bytes is not None and self.lm_head_scratch_bytes < 1:
+            raise ValueError(
+                f"lm_head_scratch_bytes={self.lm_head_scratch_bytes} is not positive: "
+                "pass a number of bytes, or None to let lowpeak choose"
+            )
+
+
+def disabled_techniques() -> frozenset[str]:
+    """Techniques that the environment variable LOWPEAK_DISABLE switches off, a comma list.
+
+    Raises:
+        ValueError: for a name that is no technique.
+    """
+    names = [name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",")]
+    chosen = frozenset(name for name in names if name)
+    unknown = sorted(chosen - set(TECHNIQUES))
+    if unknown:
+        raise ValueError(
+            f"{DISABLE_VARIABLE} names {', '.join(unknown)}, which lowpeak does not know: "
+            f"use names among {', '.join(TECHNIQUES)}, separated by commas"
+        )
+    return chosen
+
+
+def technique_enabled(name: str, flag: bool | None) -> bool:
+    """Whether the technique `name` is on, given its field of a MemoryConfig.
+
+    LOWPEAK_DISABLE is the last word, whatever the flag says: it serves to repeat a run without a
+    technique and without a change of its code.
+    """
+    return flag is not False and name not in disabled_techniques()

@@ -1,0 +1,317 @@
+"""A forward that returns log-probabilities and statistics of the labels instead of logits."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.lm_head import LMHeadOutput, LogitTransform, fused_lm_head
+
+from .inspection import Head, logit_transform, read_head
+from .outputs import FusedCausalLMOutput
+from .self_test import Route, choose_route
+
+OUTPUT_NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# TRL returns these without gradient, and its trainers rely on it.
+_DETACHED_NAMES = ("log_sum_sq_probs", "mean_logits")
+IGNORE_INDEX = -100
+_HANDLE_ATTRIBUTE = "lowpeak_handle"
+
+_installed: weakref.WeakKeyDictionary[nn.Module, FusedForwardHandle] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ForwardSettings:
+    """What is fixed when the fused forward is installed; see `install_fused_forward`."""
+
+    temperature: float = 1.0
+    cast_lm_head_to_fp32: bool = False
+    outputs: tuple[str, ...] = ("log_probs",)
+    scratch_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.outputs) - set(OUTPUT_NAMES))
+        if unknown:
+            raise ValueError(
+                f"outputs names {', '.join(unknown)}: use names among {', '.join(OUTPUT_NAMES)}"
+            )
+        LogitTransform(temperature=self.temperature)  # checks the value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The outputs; log_probs is always one, since the loss is made of it."""
+        return ("log_probs", *(name for name in self.outputs if name != "log_probs"))
+
+
+@dataclass(eq=False)
+class FusedForward:
+    """The fused forward of causal LMs with the same own forward.
+
+    Args:
+        settings: see `install_fused_forward`.
+        own_forward: called with the model first, it runs the model's own forward.
+    """
+
+    settings: ForwardSettings
+    own_forward: Callable[..., Any]
+    _routes: weakref.WeakKeyDictionary[nn.Module, Route] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def __call__(
+        self,
+        model: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> FusedCausalLMOutput:
+        """Run the backbone of `model` on `args` and `kwargs` and score the labels."""
+        if labels is None and shift_labels is None:
+            raise ValueError("fused_lm_head=True needs labels or shift_labels, the tokens to score")
+        config = model.config.get_text_config()
+        kwargs = {**kwargs, "use_cache": False}
+        if not model.config.return_dict or "return_dict" in kwargs:
+            kwargs["return_dict"] = True
+        if getattr(config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        given = labels if shift_labels is None else shift_labels
+        assert given is not None
+        route = self.route(model, given)
+        backbone_outputs = model.get_submodule(route.backbone_name)(*args, **kwargs)
+        hidden = backbone_outputs.last_hidden_state
+        if shift_labels is None:
+            hidden, given = hidden[:, :-1], given[:, 1:]
+        head = read_head(model)
+        # A device_map can put the head on another device than the end of the backbone.
+        targets = given.to(head.weight.device)
+        scored = self._score(route, head, hidden.to(head.weight.device), targets)
+        mask = targets != IGNORE_INDEX
+        assert scored.log_probs is not None
+        loss = -scored.log_probs.sum() / _loss_divisor(mask, num_items_in_batch)
+        aux_loss = None
+        if kwargs.get("output_router_logits"):
+            aux_loss = _router_loss(config, backbone_outputs, kwargs.get("attention_mask"))
+            coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+            loss = loss + coefficient * aux_loss.to(loss.device)
+        return FusedCausalLMOutput(
+            loss=loss,
+            log_probs=scored.log_probs,
+            entropy=scored.entropy,
+            log_sum_sq_probs=scored.log_sum_sq_probs,
+            mean_logits=scored.mean_logits,
+            is_top1=scored.is_top1,
+            label_mask=mask,
+            aux_loss=aux_loss,
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def route(self, model: Any, labels: Tensor) -> Route:
+        """How `model` is scored with the head it has now; found by the self-test once per head."""
+        owner = read_head(model).owner
+        route = self._routes.get(owner)
+        if route is None or route.declared != logit_transform(model):
+            forward = functools.partial(self.own_forward, model)
+            route = choose_route(model, forward, labels)
+            self._routes[owner] = route
+        return route
+
+    def _score(self, route: Route, head: Head, hidden: Tensor, targets: Tensor) -> LMHeadOutput:
+        settings = self.settings
+        autocast: Any = nullcontext()
+        if settings.cast_lm_head_to_fp32:
+            autocast = torch.autocast(hidden.device.type, enabled=False)
+            if head.weight.dtype != torch.float32:  # else fused_lm_head promotes, a tile at a time
+                hidden = hidden.float()
+        with autocast:
+            if route.transform is None:
+                scored = route.own_head.statistics(
+                    hidden,
+                    targets,
+                    settings.temperature,
+                    settings.names,
+                    settings.scratch_bytes,
+                    head.weight.size(0),
+                )
+            else:
+                scored = fused_lm_head(
+                    hidden,
+                    head.weight,
+                    targets,
+                    bias=head.bias,
+                    transform=LogitTransform(
+                        route.transform.scale, route.transform.softcap, settings.temperature
+                    ),
+                    ignore_index=IGNORE_INDEX,
+                    outputs=settings.names,
+                    scratch_bytes=settings.scratch_bytes,
+                )
+        detached = {
+            name: value.detach()
+            for name in _DETACHED_NAMES
+            if (value := getattr(scored, name)) is not None
+        }
+        return scored._replace(**detached)
+
+
+def _loss_divisor(mask: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
+    if num_items_in_batch is None:
+        return mask.sum().clamp(min=1)
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.to(mask.device)
+    return num_items_in_batch
+
+
+def _router_loss(config: Any, backbone_outputs: Any, attention_mask: Tensor | None) -> Tensor:
+    # All families of experts take over Mixtral's loss through transformers' modular system.
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    loss: Tensor | int = load_balancing_loss_func(
+        backbone_outputs.router_logits,
+        config.num_experts,
+        config.num_experts_per_tok,
+        attention_mask,
+    )
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            "output_router_logits is set, but the backbone returned no router logits: "
+            "unset it in the model's config"
+        )
+    return loss
+
+
+class FusedForwardHandle:
+    """Takes a fused forward off its model again."""
+
+    def __init__(self, model: Any, fused: FusedForward, previous: Any) -> None:
+        self._model = weakref.ref(model)
+        self._previous = previous
+        self.fused = fused
+        self.active = True
+
+    def remove(self) -> None:
+        """Restore the forward the model had. Calling it again does nothing.
+
+        Where another library wrapped the forward since (accelerate, for mixed precision), its
+        wrapper stays and calls the model's own forward.
+        """
+        model = self._model()
+        if not self.active or model is None:
+            return
+        self.active = False
+        _installed.pop(model, None)
+        if getattr(model.__dict__.get("forward"), _HANDLE_ATTRIBUTE, None) is not self:
+            return
+        if self._previous is None:
+            del model.forward
+        else:
+            model.forward = self._previous
+
+
+def install_fused_forward(
+    model: Any,
+    *,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+    scratch_bytes: int | None = None,
+) -> FusedForwardHandle:
+    """Teach a transformers causal LM to score labels without their logits.
+
+    Afterwards `model(..., labels=labels, fused_lm_head=True)` returns a `FusedCausalLMOutput`,
+    which is TRL's protocol. Any other call is the original forward. Install it before wrapping the
+    model with PEFT. At the first such call a self-test proves the fused head on the model's own
+    logits; what it cannot prove goes through the model's own modules, a tile of tokens at a time.
+
+    Args:
+        model: `PreTrainedModel` with a language model head.
+        temperature: the logits are divided by it.
+        cast_lm_head_to_fp32: project in float32, outside autocast.
+        outputs: fields to compute, among log_probs (always), entropy, log_sum_sq_probs,
+            mean_logits, is_top1.
+        scratch_bytes: see `fused_lm_head`.
+
+    Raises:
+        ValueError: for an unknown output, a model without a head, an adapter on the head, and a
+            model that has a fused forward already.
+    """
+    settings = ForwardSettings(temperature, cast_lm_head_to_fp32, tuple(outputs), scratch_bytes)
+
+    def adapt(fused: FusedForward) -> Callable[..., Any]:
+        def forward(
+            self: Any,
+            *args: Any,
+            fused_lm_head: bool = False,
+            labels: Tensor | None = None,
+            shift_labels: Tensor | None = None,
+            num_items_in_batch: Tensor | int | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            if fused_lm_head:
+                return fused(self, args, kwargs, labels, shift_labels, num_items_in_batch)
+            kwargs |= given_only(labels, shift_labels, num_items_in_batch)
+            return fused.own_forward(self, *args, **kwargs)
+
+        return forward
+
+    return bind_forward(model, settings, adapt)
+
+
+def given_only(
+    labels: Tensor | None, shift_labels: Tensor | None, num_items_in_batch: Tensor | int | None
+) -> dict[str, Any]:
+    """Those of the arguments that are not None: not every model's forward has all of them."""
+    arguments = {
+        "labels": labels,
+        "shift_labels": shift_labels,
+        "num_items_in_batch": num_items_in_batch,
+    }
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def bind_forward(
+    model: Any,
+    settings: ForwardSettings,
+    adapt: Callable[[FusedForward], Callable[..., Any]],
+) -> FusedForwardHandle:
+    """Bind the function that `adapt` makes of a `FusedForward` as the forward of `model`."""
+    if model in _installed:
+        raise ValueError(
+            f"this {type(model).__name__} has a fused forward already: "
+            "call remove() of the handle it came with first"
+        )
+    read_head(model)
+    previous = model.__dict__.get("forward")
+    if hasattr(previous, _HANDLE_ATTRIBUTE):  # a deep copy of a model with a fused forward
+        previous = None
+    own_forward = type(model).forward if previous is None else _ignore_model(previous)
+    fused = FusedForward(settings, own_forward)
+    handle = FusedForwardHandle(model, fused, previous)
+    adapted = adapt(fused)
+
+    # generate() and Trainer read the names of the arguments off the signature
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = adapted if handle.active else own_forward
+        return call(self, *args, **kwargs)
+
+    setattr(forward, _HANDLE_ATTRIBUTE, handle)
+    model.forward = types.MethodType(forward, model)
+    _installed[model] = handle
+    return handle
+
+
+def _ignore_model(bound: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    return forward

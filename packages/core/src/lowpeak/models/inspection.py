@@ -1,0 +1,168 @@
+"""What a transformers causal LM computes after its backbone, read off the model and its config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowpeak.lm_head import LogitTransform
+
+# The names under which configurations keep the two constants of the logit transform.
+_SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+# Divided by, except in HyperCLOVA X.
+_DIVISOR_NAME = "logits_scaling"
+_MODELS_THAT_MULTIPLY_BY_DIVISOR = ("hyperclovax",)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The projection onto the vocabulary as it is at this call.
+
+    Args:
+        module: what `get_output_embeddings()` returns; PEFT may have wrapped it.
+        owner: the module that holds the weight in use; another one where PEFT switches adapters.
+        weight: [V, H].
+        bias: [V] or None.
+    """
+
+    module: nn.Module
+    owner: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weight can be multiplied with as it is (a quantised one cannot)."""
+        return self.weight.is_floating_point() and self.weight.dim() == 2
+
+
+def read_head(model: Any) -> Head:
+    """Look up the head of a causal LM; to be called at each step, since wrappers replace it.
+
+    Raises:
+        ValueError: for a model without a head, or a head that carries a LoRA adapter, is sharded
+            over devices, or has its weight elsewhere (ZeRO-3 partitions, offloaded to disk).
+    """
+    module = model.get_output_embeddings()
+    if module is None:
+        raise ValueError(
+            f"{type(model).__name__}.get_output_embeddings() is None: it has no language model head"
+        )
+    if _carries_adapter(module):
+        raise ValueError(
+            "an adapter on the LM head is not supported: the log-probabilities are computed from "
+            "its weight alone, so the adapter would never be trained. Remove the head "
+            "('lm_head') from target_modules, or train it whole with modules_to_save=['lm_head']"
+        )
+    weight = module.weight
+    # A head of one's own need not be a Linear; one without a bias may lack the attribute.
+    bias = getattr(module, "bias", None)
+    _check_weight_is_here(weight)
+    return Head(module, _owner_of(module, weight), weight, bias)
+
+
+def _carries_adapter(module: nn.Module) -> bool:
+    # A head can carry an adapter only if peft was imported; importing it here would cost seconds.
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+
+
+def _owner_of(module: nn.Module, weight: Tensor) -> nn.Module:
+    for candidate in module.modules():
+        if any(parameter is weight for parameter in candidate.parameters(recurse=False)):
+            return candidate
+    return module
+
+
+def _check_weight_is_here(weight: Tensor) -> None:
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"the LM head's weight is sharded ({weight.placements}) while its log-probabilities "
+            "are computed. Put the head into the FSDP unit of the final norm or of the whole "
+            "model, and leave it out of the tensor parallel plan"
+        )
+    if weight.numel() == 0:
+        raise ValueError(
+            "the LM head's weight is empty, as under DeepSpeed ZeRO stage 3, which the fused head "
+            "does not support: use stage 2, or set LOWPEAK_DISABLE=head"
+        )
+    if weight.is_meta:
+        raise ValueError(
+            "the LM head's weight is on the meta device (offloaded by device_map): "
+            "give the head a device in the device_map"
+        )
+
+
+def logit_transform(model: Any) -> LogitTransform:
+    """Scale and soft cap that the model's (text) config declares.
+
+    Several families share these names; the self-test proves that this model means them so.
+    """
+    config = model.config.get_text_config()
+    declared = {
+        name: value
+        for name in (*_SOFTCAP_NAMES, *_SCALE_NAMES, _DIVISOR_NAME)
+        if isinstance(value := getattr(config, name, None), int | float)
+    }
+    softcap = next((declared[name] for name in _SOFTCAP_NAMES if name in declared), None)
+    scale = next((declared[name] for name in _SCALE_NAMES if name in declared), None)
+    if scale is None and _DIVISOR_NAME in declared:
+        divisor = declared[_DIVISOR_NAME]
+        multiplies = config.model_type in _MODELS_THAT_MULTIPLY_BY_DIVISOR
+        scale = divisor if multiplies else 1 / divisor
+    return LogitTransform(
+        scale=1.0 if scale is None else float(scale), softcap=float(softcap) if softcap else None
+    )
+
+
+def transform_candidates(declared: LogitTransform) -> Iterator[LogitTransform]:
+    """The declared transform, then what is left of it if the model ignores a declared constant."""
+    seen: list[LogitTransform] = []
+    for candidate in (
+        declared,
+        replace(declared, scale=1.0),
+        replace(declared, softcap=None),
+        LogitTransform(),
+    ):
+        if candidate not in seen:
+            seen.append(candidate)
+            yield candidate
+
+
+def apply_transform(raw: Tensor, transform: LogitTransform) -> Tensor:
+    """The transform without its temperature, in plain torch; `raw` [..., V] of any float dtype."""
+    z = raw * transform.scale
+    if transform.softcap is None:
+        return z
+    capped = transform.softcap * torch.tanh(z / transform.softcap)
+    return capped.masked_fill(raw == -float("inf"), -float("inf"))
+
+
+def backbone_names(model: Any) -> tuple[str, ...]:
+    """Modules that may be the backbone, outermost first, as dotted names.
+
+    They are the modules on the way from the model to its input embeddings, none of which may hold
+    the head: `base_model_prefix` is not always right (Llama4ForCausalLM). Which of them the model's
+    forward calls is seen in the self-test.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    path = next(name for name, module in model.named_modules() if module is embeddings)
+    parts = path.split(".")[:-1]
+    names = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    if not names or any(module is head for module in model.get_submodule(names[0]).modules()):
+        raise ValueError(
+            f"{type(model).__name__} keeps its input embeddings (at {path!r}) beside its head, not "
+            "in a backbone module of its own, so its hidden states cannot be had without its "
+            "logits: pass the language model inside it, or set LOWPEAK_DISABLE=head"
+        )
+    return tuple(names)

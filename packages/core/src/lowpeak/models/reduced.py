@@ -1,0 +1,140 @@
+"""One call that takes the logits out of the training steps of plain transformers users."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput, MoeCausalLMOutputWithPast
+
+from lowpeak.config import DISABLE_VARIABLE, MemoryConfig, disabled_techniques, technique_enabled
+
+from .fused_forward import (
+    ForwardSettings,
+    FusedForward,
+    FusedForwardHandle,
+    bind_forward,
+    given_only,
+)
+from .self_test import check_loss
+
+logger = logging.getLogger("lowpeak.models")
+
+
+class ReducedMemoryHandle:
+    """Undoes `reduce_memory`."""
+
+    def __init__(self, handles: tuple[FusedForwardHandle, ...]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Restore the model as it was. Calling it again does nothing."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def reduce_memory(model: nn.Module, config: MemoryConfig | None = None) -> ReducedMemoryHandle:
+    """Let a transformers causal LM train without the logits of its batches.
+
+    For `transformers.Trainer` and training loops of one's own. Afterwards
+
+    - in training, a call with labels returns the loss the model would return, and `logits` None;
+    - in eval, a call with labels is the model's own, with logits, so that compute_metrics and
+      predict() are right; with `MemoryConfig(eval_logits=False)` it returns the loss alone, and
+      evaluate() builds no logits;
+    - every other call, generate() among them, is the model's own.
+
+    The first training step tests loss and logits on a few tokens against the model's own.
+
+    Args:
+        model: `PreTrainedModel` with a language model head, or a `PeftModel` of one; before it goes
+            to a Trainer, DistributedDataParallel or torch.compile.
+        config: what to do; None is `MemoryConfig()`.
+
+    Raises:
+        TypeError: for another kind of model.
+        ValueError: as `install_fused_forward`; and in the first training step for a model whose own
+            loss is not the mean negative log-likelihood of the next token.
+    """
+    config = MemoryConfig() if config is None else config
+    config.validate_memory_config()
+    base = _base_model(model)
+    if not technique_enabled("head", config.fused_lm_head):
+        by = DISABLE_VARIABLE if "head" in disabled_techniques() else "fused_lm_head=False"
+        logger.info("%s: fused LM head off, by %s", type(base).__name__, by)
+        return ReducedMemoryHandle(())
+    settings = ForwardSettings(scratch_bytes=config.lm_head_scratch_bytes)
+    eval_logits = config.eval_logits is not False
+
+    def adapt(fused: FusedForward) -> Callable[..., Any]:
+        return _loss_forward(fused, eval_logits)
+
+    return ReducedMemoryHandle((bind_forward(base, settings, adapt),))
+
+
+def _base_model(model: nn.Module) -> PreTrainedModel:
+    peft = sys.modules.get("peft")
+    base = model.get_base_model() if peft and isinstance(model, peft.PeftModel) else model
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}: pass the transformers PreTrainedModel itself, "
+            "before it is wrapped for training (a PeftModel may be passed)"
+        )
+    return base
+
+
+def _loss_forward(fused: FusedForward, eval_logits: bool) -> Callable[..., Any]:
+    checked = False
+
+    def forward(
+        self: Any,
+        *args: Any,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        nonlocal checked
+        given = labels if shift_labels is None else shift_labels
+        if given is None or (eval_logits and not self.training):
+            kwargs |= given_only(labels, shift_labels, num_items_in_batch)
+            return fused.own_forward(self, *args, **kwargs)
+        if not checked:
+            _check_loss(self, fused, given)
+            checked = True
+        result = fused(self, args, kwargs, labels, shift_labels, num_items_in_batch)
+        output = (
+            CausalLMOutput(loss=result.loss)
+            if result.aux_loss is None
+            else MoeCausalLMOutputWithPast(loss=result.loss, aux_loss=result.aux_loss)
+        )
+        return output if _wants_dict(self, kwargs) else output.to_tuple()
+
+    return forward
+
+
+def _wants_dict(model: Any, kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("return_dict", model.config.return_dict) is not False)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_loss(model: Any, fused: FusedForward, labels: Tensor) -> None:
+    fused.route(model, labels)  # raises before the loss is compared
+
+    def own_loss(token_ids: Tensor) -> Tensor:
+        own: Tensor = fused.own_forward(
+            model, input_ids=token_ids, labels=token_ids, use_cache=False, return_dict=True
+        ).loss
+        return own
+
+    def fused_loss(token_ids: Tensor) -> Tensor:
+        loss = fused(model, (), {"input_ids": token_ids}, token_ids, None, None).loss
+        assert loss is not None
+        return loss
+
+    check_loss(model, own_loss, fused_loss, labels)

@@ -1,0 +1,271 @@
+"""Does the fused head compute what the model itself computes? A few tokens through both tell.
+
+The model's own forward runs on a few tokens, in eval mode and without gradients. A hook behind the
+backbone appends the same hidden states at 16 times their size, so that a soft cap shows even where
+the logits are still small. What comes out is compared with the declared transform over the whole
+vocabulary, and with `fused_lm_head` at some targets. Ranks do not talk to each other, beyond what
+the forward itself does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from lowpeak.lm_head import LogitTransform, fused_lm_head
+
+from .inspection import (
+    Head,
+    apply_transform,
+    backbone_names,
+    logit_transform,
+    read_head,
+    transform_candidates,
+)
+from .own_head import OwnHead, head_input_in_weight_dtype, logit_statistics
+
+logger = logging.getLogger("lowpeak.models")
+
+_MAX_TOKENS = 8
+_MAGNIFICATION = 16.0
+# Of a log-softmax in float32 at -16, however small the logits: ten roundings.
+_LOG_PROB_TOLERANCE = 10 * 16 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Route:
+    """How log-probabilities of a model are computed with one head.
+
+    Args:
+        backbone_name: dotted name of the module whose output goes to the head.
+        transform: of `fused_lm_head`; None for the model's own modules, tile by tile.
+        own_head: those modules.
+        declared: the transform the config declared when the test ran.
+    """
+
+    backbone_name: str
+    transform: LogitTransform | None
+    own_head: OwnHead
+    declared: LogitTransform
+
+
+@dataclass
+class _Recording:
+    """What the hooks of one run saw."""
+
+    backbone_name: str | None = None
+    backbone_output: type[ModelOutput] | None = None
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Route:
+    """Test the head of `model`, whose own forward is `forward`, on some of the tokens in `labels`.
+
+    Raises:
+        ValueError: when neither the fused head nor the model's own modules, called tile by tile,
+            give the logits of the model's forward.
+    """
+    head = read_head(model)
+    declared = logit_transform(model)
+    recording = _run(model, forward, head, _some_tokens(labels, head))
+    hidden, own, output_class = recording.hidden, recording.logits, recording.backbone_output
+    if recording.backbone_name is None or hidden is None or own is None or output_class is None:
+        raise ValueError(
+            f"the forward of {type(model).__name__} called none of {backbone_names(model)}, which "
+            "hold its input embeddings: its hidden states cannot be had without its logits"
+        )
+    own_head = OwnHead(model, forward, recording.backbone_name, output_class)
+    transform, reason = _matching_transform(head, hidden, own, declared)
+    route = Route(recording.backbone_name, transform, own_head, declared)
+    if transform is not None:
+        logger.info(
+            "%s: fused LM head on, its log-probabilities equal the model's own (%s)",
+            type(model).__name__,
+            reason,
+        )
+        return route
+    with _eval_mode(model):
+        mismatch = _largest_excess(own_head.logits(hidden), own, _tolerance(own, head, hidden))
+    if mismatch > 0:
+        raise ValueError(
+            f"the fused LM head does not give the logits of {type(model).__name__} ({reason}), "
+            "and neither do its own modules called on a tile of hidden states. lowpeak does not "
+            "train on other logits: set LOWPEAK_DISABLE=head"
+        )
+    logger.info(
+        "%s: fused LM head off, since %s; the model's own head runs on a tile of tokens at a time",
+        type(model).__name__,
+        reason,
+    )
+    return route
+
+
+@torch.no_grad()
+def check_loss(
+    model: Any,
+    own_loss: Callable[[Tensor], Tensor],
+    fused_loss: Callable[[Tensor], Tensor],
+    labels: Tensor,
+) -> None:
+    """Compare the model's own loss on some of the tokens in `labels` with the fused one.
+
+    Raises:
+        ValueError: when they differ by more than rounding may.
+    """
+    head = read_head(model)
+    token_ids = _some_tokens(labels, head)
+    with _eval_mode(model), head_input_in_weight_dtype(head.module):
+        own, fused = own_loss(token_ids).item(), fused_loss(token_ids).item()
+    tolerance = 16 * _coarsest_rounding(head.weight) + 1e-5
+    if not abs(own - fused) <= tolerance * max(1.0, abs(own)):
+        raise ValueError(
+            f"the loss of {type(model).__name__} on {token_ids.numel()} tokens is {own}, but the "
+            f"mean negative log-likelihood of the next token is {fused}: it has a loss of its own, "
+            "which lowpeak does not compute. Set LOWPEAK_DISABLE=head"
+        )
+
+
+def _some_tokens(labels: Tensor, head: Head) -> Tensor:
+    """[1, n] token ids: labels, since those are text even where the inputs hold images."""
+    chosen = labels[labels != -100][:_MAX_TOKENS]
+    if chosen.numel() < 2:  # a loss needs two
+        chosen = torch.arange(min(_MAX_TOKENS, head.weight.size(0)), device=labels.device)
+    return chosen.unsqueeze(0)
+
+
+def _run(model: Any, forward: Callable[..., Any], head: Head, token_ids: Tensor) -> _Recording:
+    """The model's forward on `token_ids`; hidden [2n, H] and logits [2n, V] of it."""
+    recording = _Recording()
+    hooks = [
+        hook
+        for name in backbone_names(model)
+        for hook in _record_backbone(model.get_submodule(name), name, recording)
+    ]
+    try:
+        with _eval_mode(model), head_input_in_weight_dtype(head.module):
+            logits = forward(input_ids=token_ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    recording.logits = logits.squeeze(0)
+    return recording
+
+
+def _record_backbone(module: nn.Module, name: str, recording: _Recording) -> list[Any]:
+    def before(module: nn.Module, args: Any) -> None:
+        if recording.backbone_name is None:
+            recording.backbone_name = name
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if recording.backbone_name != name:
+            return None
+        hidden = output.last_hidden_state
+        output.last_hidden_state = torch.cat([hidden, hidden * _MAGNIFICATION], dim=1)
+        recording.hidden = output.last_hidden_state.squeeze(0)
+        recording.backbone_output = type(output)
+        return output
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode; the mode of each module and the state of the random generators come back."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    kind = next(iter(devices)).type if devices else "cuda"
+    with torch.random.fork_rng(devices=[d.index for d in devices], device_type=kind):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _matching_transform(
+    head: Head, hidden: Tensor, own: Tensor, declared: LogitTransform
+) -> tuple[LogitTransform | None, str]:
+    """The first transform that gives the model's own logits, or None; and the reason."""
+    if not head.is_plain:
+        return None, f"its weight is {head.weight.dtype} {tuple(head.weight.shape)}"
+    if own.shape != (hidden.size(0), head.weight.size(0)):
+        return None, f"its logits have the shape {tuple(own.shape)}"
+    hidden = hidden.to(head.weight.device)
+    own = own.to(head.weight.device)
+    tolerance = _tolerance(own, head, hidden)
+    raw = _project(hidden, head)
+    for transform in transform_candidates(declared):
+        if _largest_excess(apply_transform(raw, transform), own, tolerance) > 0:
+            continue
+        error = _largest_excess_of_fused(head, hidden, own, transform, tolerance)
+        if error > 0:
+            return None, f"fused log-probabilities differ by {error:.3g} more than rounding may"
+        return transform, f"scale {transform.scale:g}, soft cap {transform.softcap}"
+    difference = (apply_transform(raw, declared).float() - own.float()).abs().max().item()
+    return None, f"its logits are not those its config declares (difference {difference:.3g})"
+
+
+def _project(hidden: Tensor, head: Head) -> Tensor:
+    if not torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(head.weight.dtype)
+    return nn.functional.linear(hidden, head.weight, head.bias)
+
+
+def _tolerance(own: Tensor, head: Head, hidden: Tensor) -> Tensor:
+    """[N, 1]: 8 roundings of a row's largest finite logit, and the spread of summing H products.
+
+    Each product is rounded to the coarsest dtype on the way; the sum over H is made in float32 at
+    least, where it spreads by sqrt(H) roundings.
+    """
+    coarsest = _coarsest_rounding(own, hidden, head.weight)
+    summing = 4 * hidden.size(-1) ** 0.5 * min(coarsest, torch.finfo(torch.float32).eps)
+    largest = own.masked_fill(~own.isfinite(), 0).abs().amax(-1, keepdim=True).double()
+    return largest * (8 * coarsest + summing)
+
+
+def _coarsest_rounding(*tensors: Tensor) -> float:
+    kind = tensors[0].device.type
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(torch.get_autocast_dtype(kind))
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return max(coarsest, 2.0**-11)
+    return coarsest
+
+
+def _largest_excess(computed: Tensor, own: Tensor, tolerance: Tensor) -> float:
+    """By how much `computed` is beyond the tolerance around `own` at most; below 0: nowhere."""
+    if computed.shape != own.shape:
+        return float("inf")
+    same = computed == own  # infinities agree
+    excess = (computed.double() - own.double()).abs() - tolerance
+    excess = excess.masked_fill(same, -1.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return excess.max().item()
+
+
+def _largest_excess_of_fused(
+    head: Head, hidden: Tensor, own: Tensor, transform: LogitTransform, tolerance: Tensor
+) -> float:
+    """`fused_lm_head` against the model's own logits, at the most and the least likely token."""
+    targets = torch.stack([own.argmax(-1), own.argmin(-1)])
+    rows = hidden.expand(2, -1, -1)
+    fused = fused_lm_head(rows, head.weight, targets, bias=head.bias, transform=transform)
+    assert fused.log_probs is not None
+    (expected,) = logit_statistics(own.repeat(2, 1), targets.flatten(), ("log_probs",))
+    return _largest_excess(
+        fused.log_probs.reshape(-1, 1),
+        expected.unsqueeze(-1),
+        2 * tolerance.repeat(2, 1) + _LOG_PROB_TOLERANCE,
+    )
