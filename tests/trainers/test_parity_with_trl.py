@@ -11,17 +11,24 @@ from peft import LoraConfig
 
 LENGTHS = [5, 17, 9, 30, 3, 12, 22, 7, 14, 26, 4, 11, 19, 8, 25, 6, 10, 16, 21, 13]
 PAIRS = [(4, 6, 3), (7, 2, 9), (3, 11, 5), (9, 4, 4), (5, 8, 8), (6, 3, 12)] * 4
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    # A fresh adapter leaves the policy equal to the reference: rewards are then 0 but for rounding,
+    # and which of two is the larger says nothing.
+    "init_lora_weights": False,
+}
 
 SFT_CASES = {
-    "padded": ({}, lambda: tiny.documents(LENGTHS)),
+    "padded": ({}, lambda: tiny.guessable_documents(LENGTHS)),
     "padding_free": (
         {"padding_free": True, "max_length": None},
-        lambda: tiny.documents(LENGTHS),
+        lambda: tiny.guessable_documents(LENGTHS),
     ),
     "packed": (
         {"packing": True, "max_length": 32, "per_device_train_batch_size": 1},
-        lambda: tiny.documents(LENGTHS * 2),
+        lambda: tiny.guessable_documents(LENGTHS * 2),
     ),
     "completion_only": (
         {},
@@ -42,10 +49,11 @@ def test_sft_nll(case, tmp_path):
             processing_class=tiny.tokenizer(),
         )
 
-    parity.assert_parity(
+    stock, _ = parity.assert_parity(
         lambda: build(trl.SFTTrainer, trl.SFTConfig),
         lambda: build(lowpeak_trainers.SFTTrainer, lowpeak_trainers.SFTConfig),
     )
+    assert 0.2 < stock.state.log_history[0]["mean_token_accuracy"] < 0.8
 
 
 DPO_CASES = {
@@ -74,6 +82,7 @@ def test_dpo_sigmoid(case, tmp_path):
         lambda: build(trl.DPOTrainer, trl.DPOConfig),
         lambda: build(lowpeak_trainers.DPOTrainer, lowpeak_trainers.DPOConfig),
     )
+    assert stock.state.log_history[0]["mean_token_accuracy"] > 0
     assert (ours.ref_model is None) == (stock.ref_model is None) == bool(lora)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -110,22 +111,50 @@ def documents(lengths: list[int], seed: int = 0) -> Dataset:
     )
 
 
-def prompt_completions(lengths: list[tuple[int, int]], seed: int = 0) -> Dataset:
-    """Prompts and completions of these lengths, as text."""
-    rows = [(random_ids(p, seed + 2 * i), random_ids(c, seed + 2 * i + 1)) for i, (p, c) in enumerate(lengths)]
+@functools.cache
+def guessable_ids(count: int, length: int) -> list[list[int]]:
+    """Rows of ordinary words; every second one, on average, is the first guess of `llama()`.
+
+    Without such rows the token accuracy of a random model is 0 and its test says nothing.
+    """
+    model = llama().eval()
+    generator = torch.Generator().manual_seed(11)
+    rows = torch.randint(7, VOCABULARY, (count, length), generator=generator)
+    guessed = torch.rand((count, length), generator=generator) < 0.5
+    with torch.no_grad():
+        for position in range(1, length):
+            guess = model(rows[:, :position]).logits[:, -1, 7:].argmax(dim=-1) + 7
+            rows[:, position] = torch.where(guessed[:, position], guess, rows[:, position])
+    return rows.tolist()
+
+
+def guessable_documents(lengths: list[int]) -> Dataset:
+    """Documents of these lengths, already tokenized, that `llama()` half knows."""
+    rows = guessable_ids(len(lengths), max(lengths))
+    return Dataset.from_dict({"input_ids": [row[:n] for row, n in zip(rows, lengths, strict=True)]})
+
+
+def prompt_completions(lengths: list[tuple[int, int]]) -> Dataset:
+    """Prompts and completions of these lengths, as text that `llama()` half knows."""
+    rows = guessable_ids(len(lengths), max(p + c for p, c in lengths))
     return Dataset.from_dict(
-        {"prompt": [words(p) for p, _ in rows], "completion": [" " + words(c) for _, c in rows]}
+        {
+            "prompt": [words(row[:p]) for row, (p, _) in zip(rows, lengths, strict=True)],
+            "completion": [
+                " " + words(row[p : p + c]) for row, (p, c) in zip(rows, lengths, strict=True)
+            ],
+        }
     )
 
 
 def preferences(lengths: list[tuple[int, int, int]], seed: int = 0) -> Dataset:
-    """Prompts with a chosen and a rejected completion of these lengths, as text."""
-    prompt, chosen, rejected = [], [], []
-    for index, (p, c, r) in enumerate(lengths):
-        prompt.append(words(random_ids(p, seed + 3 * index)))
-        chosen.append(" " + words(random_ids(c, seed + 3 * index + 1)))
-        rejected.append(" " + words(random_ids(r, seed + 3 * index + 2)))
-    return Dataset.from_dict({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    """Prompts with a chosen and a rejected completion of these lengths, as text.
+
+    `llama()` half knows what was chosen.
+    """
+    chosen = prompt_completions([(p, c) for p, c, _ in lengths])
+    rejected = [" " + words(random_ids(r, seed + i)) for i, (_, _, r) in enumerate(lengths)]
+    return chosen.rename_column("completion", "chosen").add_column("rejected", rejected)
 
 
 def prompts(lengths: list[int], seed: int = 0) -> Dataset:

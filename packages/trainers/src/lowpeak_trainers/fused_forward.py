@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from lowpeak import MemoryConfig
-from lowpeak.models import install_fused_forward
-from transformers import PreTrainedModel
+from lowpeak.config import DISABLE_VARIABLE, MemoryConfig, technique_enabled
+from lowpeak.models import FusedForwardHandle, install_fused_forward
+from torch import nn
 
 from .compatibility import check_trl
 from .seam import FusedHeadFunction
 
 logger = logging.getLogger("lowpeak.trainers")
 
+# Weak on both sides: a handle reaches its model, so that a reference to it would keep the model.
+_handles: WeakKeyDictionary[nn.Module, ReferenceType[FusedForwardHandle]] = WeakKeyDictionary()
+
 
 def add_fused_lm_head(
-    model: PreTrainedModel,
+    model: nn.Module,
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
@@ -25,11 +29,10 @@ def add_fused_lm_head(
 
     Afterwards `model(..., labels=labels, fused_lm_head=True)` returns a FusedCausalLMOutput with
     float32 per-token fields [batch, length - 1] and never builds logits [batch, length, vocab].
-    `model` is the causal LM itself, not its PEFT wrapper.
+    `model` is the causal LM itself, not its PEFT wrapper. On a model that has such a head already,
+    as when one trainer follows another, the new settings replace the old.
     """
-    install_fused_forward(
-        model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs
-    )
+    _install(model, temperature, cast_lm_head_to_fp32, outputs)
 
 
 check_trl(add_fused_lm_head)
@@ -38,8 +41,8 @@ check_trl(add_fused_lm_head)
 class HeadFromConfig:
     """Answers one trainer's requests for fused heads as its MemoryConfig says.
 
-    `settings` is called when the first head is asked for: a trainer knows its arguments by then.
-    `owner` names the trainer in the log.
+    `settings` is called when a head is asked for: a trainer knows its arguments by then. `owner`
+    names the trainer in the log.
     """
 
     def __init__(self, owner: str, settings: Callable[[], MemoryConfig]) -> None:
@@ -50,15 +53,20 @@ class HeadFromConfig:
     def __call__(
         self,
         stock: FusedHeadFunction,
-        model: PreTrainedModel,
+        model: nn.Module,
         temperature: float,
         cast_lm_head_to_fp32: bool,
         outputs: tuple[str, ...],
     ) -> None:
-        reason = why_head_is_off(self._settings())
+        config = self._settings()
+        config.validate_memory_config()
+        reason = why_head_is_off(config)
         self._report(reason)
-        make = stock if reason else add_fused_lm_head
-        make(model, temperature, cast_lm_head_to_fp32, outputs)
+        if reason is None:
+            scratch = config.lm_head_scratch_bytes
+            _install(model, temperature, cast_lm_head_to_fp32, outputs, scratch)
+        else:
+            stock(model, temperature, cast_lm_head_to_fp32, outputs)
 
     def _report(self, reason: str | None) -> None:
         if self._reported:
@@ -67,11 +75,32 @@ class HeadFromConfig:
         if reason is None:
             logger.info("fused LM head: on in %s", self._owner)
         else:
-            logger.info("fused LM head: off in %s, %s; TRL's own head is used", self._owner, reason)
+            logger.info("fused LM head: off in %s, by %s; TRL's own is used", self._owner, reason)
 
 
 def why_head_is_off(config: MemoryConfig) -> str | None:
-    """Why lowpeak's fused head is not to be used, or None when it is."""
-    if config.fused_lm_head is False:
-        return "fused_lm_head=False"
-    return None
+    """What switched lowpeak's fused head off, or None when it is on."""
+    if technique_enabled("head", config.fused_lm_head):
+        return None
+    return "fused_lm_head=False" if config.fused_lm_head is False else f"{DISABLE_VARIABLE}=head"
+
+
+def _install(
+    model: nn.Module,
+    temperature: float,
+    cast_lm_head_to_fp32: bool,
+    outputs: tuple[str, ...],
+    scratch_bytes: int | None = None,
+) -> None:
+    reference = _handles.pop(model, None)
+    previous = None if reference is None else reference()
+    if previous is not None:
+        previous.remove()
+    handle = install_fused_forward(
+        model,
+        temperature=temperature,
+        cast_lm_head_to_fp32=cast_lm_head_to_fp32,
+        outputs=outputs,
+        scratch_bytes=scratch_bytes,
+    )
+    _handles[model] = ref(handle)

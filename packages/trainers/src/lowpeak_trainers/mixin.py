@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lowpeak import MemoryConfig
+from lowpeak.config import MemoryConfig
 
 from .compatibility import SEAM_MODULES
 from .fused_forward import HeadFromConfig

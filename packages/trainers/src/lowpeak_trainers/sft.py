@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import trl
-from lowpeak import MemoryConfig
+from lowpeak.config import MemoryConfig
 
 from .mixin import LowpeakMixin
 
