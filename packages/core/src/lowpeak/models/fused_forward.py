@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,8 @@ _DETACHED_NAMES = ("log_sum_sq_probs", "mean_logits")
 IGNORE_INDEX = -100
 _HANDLE_ATTRIBUTE = "lowpeak_handle"
 
-_installed: weakref.WeakKeyDictionary[nn.Module, FusedForwardHandle] = weakref.WeakKeyDictionary()
+# Models only: a handle reaches its model, so that a global reference to it would keep the model.
+_installed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -69,29 +71,29 @@ class FusedForward:
     def __call__(
         self,
         model: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        arguments: dict[str, Any],
         labels: Tensor | None,
         shift_labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> FusedCausalLMOutput:
-        """Run the backbone of `model` on `args` and `kwargs` and score the labels."""
+        """Run the backbone of `model` on the `arguments` and score the labels."""
         if labels is None and shift_labels is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels, the tokens to score")
         config = model.config.get_text_config()
-        kwargs = {**kwargs, "use_cache": False}
-        if not model.config.return_dict or "return_dict" in kwargs:
-            kwargs["return_dict"] = True
+        arguments = {**arguments, "use_cache": False}
+        if not model.config.return_dict or "return_dict" in arguments:
+            arguments["return_dict"] = True
         if getattr(config, "output_router_logits", False):
-            kwargs.setdefault("output_router_logits", True)
+            arguments.setdefault("output_router_logits", True)
         given = labels if shift_labels is None else shift_labels
         assert given is not None
         route = self.route(model, given)
-        backbone_outputs = model.get_submodule(route.backbone_name)(*args, **kwargs)
+        backbone_outputs = model.get_submodule(route.backbone_name)(**arguments)
         hidden = backbone_outputs.last_hidden_state
         if shift_labels is None:
             hidden, given = hidden[:, :-1], given[:, 1:]
         head = read_head(model)
+        head.require_whole_weight()
         # A device_map can put the head on another device than the end of the backbone.
         targets = given.to(head.weight.device)
         scored = self._score(route, head, hidden.to(head.weight.device), targets)
@@ -99,8 +101,8 @@ class FusedForward:
         assert scored.log_probs is not None
         loss = -scored.log_probs.sum() / _loss_divisor(mask, num_items_in_batch)
         aux_loss = None
-        if kwargs.get("output_router_logits"):
-            aux_loss = _router_loss(config, backbone_outputs, kwargs.get("attention_mask"))
+        if arguments.get("output_router_logits"):
+            aux_loss = _router_loss(config, backbone_outputs, arguments.get("attention_mask"))
             coefficient = getattr(config, "router_aux_loss_coef", 0.0)
             loss = loss + coefficient * aux_loss.to(loss.device)
         return FusedCausalLMOutput(
@@ -208,7 +210,7 @@ class FusedForwardHandle:
         if not self.active or model is None:
             return
         self.active = False
-        _installed.pop(model, None)
+        _installed.discard(model)
         if getattr(model.__dict__.get("forward"), _HANDLE_ATTRIBUTE, None) is not self:
             return
         if self._previous is None:
@@ -249,17 +251,17 @@ def install_fused_forward(
     def adapt(fused: FusedForward) -> Callable[..., Any]:
         def forward(
             self: Any,
-            *args: Any,
+            *,
             fused_lm_head: bool = False,
             labels: Tensor | None = None,
             shift_labels: Tensor | None = None,
             num_items_in_batch: Tensor | int | None = None,
-            **kwargs: Any,
+            **arguments: Any,
         ) -> Any:
             if fused_lm_head:
-                return fused(self, args, kwargs, labels, shift_labels, num_items_in_batch)
-            kwargs |= given_only(labels, shift_labels, num_items_in_batch)
-            return fused.own_forward(self, *args, **kwargs)
+                return fused(self, arguments, labels, shift_labels, num_items_in_batch)
+            arguments |= given_only(labels, shift_labels, num_items_in_batch)
+            return fused.own_forward(self, **arguments)
 
         return forward
 
@@ -297,17 +299,28 @@ def bind_forward(
     fused = FusedForward(settings, own_forward)
     handle = FusedForwardHandle(model, fused, previous)
     adapted = adapt(fused)
+    positional = _positional_names(type(model).forward)
 
     # generate() and Trainer read the names of the arguments off the signature
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = adapted if handle.active else own_forward
-        return call(self, *args, **kwargs)
+        if not handle.active:
+            return own_forward(self, *args, **kwargs)
+        if len(args) > len(positional):
+            raise TypeError(f"{len(args)} positional arguments for {', '.join(positional)}")
+        return adapted(self, **dict(zip(positional, args, strict=False)), **kwargs)
 
     setattr(forward, _HANDLE_ATTRIBUTE, handle)
     model.forward = types.MethodType(forward, model)
-    _installed[model] = handle
+    _installed.add(model)
     return handle
+
+
+def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments after self that may be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)[1:]
 
 
 def _ignore_model(bound: Callable[..., Any]) -> Callable[..., Any]:
