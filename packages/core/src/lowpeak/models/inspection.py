@@ -42,13 +42,26 @@ class Head:
         """Whether the weight can be multiplied with as it is (a quantised one cannot)."""
         return self.weight.is_floating_point() and self.weight.dim() == 2
 
+    def require_whole_weight(self) -> None:
+        """Check that the weight is not sharded; FSDP2 gathers it only around the module's forward.
+
+        Raises:
+            ValueError: for a DTensor.
+        """
+        if isinstance(self.weight, DTensor):
+            raise ValueError(
+                f"the LM head's weight is sharded ({self.weight.placements}) while its "
+                "log-probabilities are computed. Put the head into the FSDP unit of the final norm "
+                "or of the whole model, and leave it out of the tensor parallel plan"
+            )
+
 
 def read_head(model: Any) -> Head:
     """Look up the head of a causal LM; to be called at each step, since wrappers replace it.
 
     Raises:
-        ValueError: for a model without a head, or a head that carries a LoRA adapter, is sharded
-            over devices, or has its weight elsewhere (ZeRO-3 partitions, offloaded to disk).
+        ValueError: for a model without a head, or a head that carries a LoRA adapter or has its
+            weight elsewhere (ZeRO-3 partitions, offloaded to disk).
     """
     module = model.get_output_embeddings()
     if module is None:
@@ -82,12 +95,6 @@ def _owner_of(module: nn.Module, weight: Tensor) -> nn.Module:
 
 
 def _check_weight_is_here(weight: Tensor) -> None:
-    if isinstance(weight, DTensor):
-        raise ValueError(
-            f"the LM head's weight is sharded ({weight.placements}) while its log-probabilities "
-            "are computed. Put the head into the FSDP unit of the final norm or of the whole "
-            "model, and leave it out of the tensor parallel plan"
-        )
     if weight.numel() == 0:
         raise ValueError(
             "the LM head's weight is empty, as under DeepSpeed ZeRO stage 3, which the fused head "

@@ -93,33 +93,33 @@ def _loss_forward(fused: FusedForward, eval_logits: bool) -> Callable[..., Any]:
 
     def forward(
         self: Any,
-        *args: Any,
+        *,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
+        **arguments: Any,
     ) -> Any:
         nonlocal checked
         given = labels if shift_labels is None else shift_labels
         if given is None or (eval_logits and not self.training):
-            kwargs |= given_only(labels, shift_labels, num_items_in_batch)
-            return fused.own_forward(self, *args, **kwargs)
+            arguments |= given_only(labels, shift_labels, num_items_in_batch)
+            return fused.own_forward(self, **arguments)
         if not checked:
             _check_loss(self, fused, given)
             checked = True
-        result = fused(self, args, kwargs, labels, shift_labels, num_items_in_batch)
+        result = fused(self, arguments, labels, shift_labels, num_items_in_batch)
         output = (
             CausalLMOutput(loss=result.loss)
             if result.aux_loss is None
             else MoeCausalLMOutputWithPast(loss=result.loss, aux_loss=result.aux_loss)
         )
-        return output if _wants_dict(self, kwargs) else output.to_tuple()
+        return output if _wants_dict(self, arguments) else output.to_tuple()
 
     return forward
 
 
-def _wants_dict(model: Any, kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("return_dict", model.config.return_dict) is not False)
+def _wants_dict(model: Any, arguments: dict[str, Any]) -> bool:
+    return arguments.get("return_dict", model.config.return_dict) is not False
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -133,7 +133,7 @@ def _check_loss(model: Any, fused: FusedForward, labels: Tensor) -> None:
         return own
 
     def fused_loss(token_ids: Tensor) -> Tensor:
-        loss = fused(model, (), {"input_ids": token_ids}, token_ids, None, None).loss
+        loss = fused(model, {"input_ids": token_ids}, token_ids, None, None).loss
         assert loss is not None
         return loss
 

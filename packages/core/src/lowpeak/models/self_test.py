@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,22 @@ class Route:
     declared: LogitTransform
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """What the fused head makes of the hidden states under one transform.
+
+    Args:
+        logits: [N, V] of plain torch.
+        targets: [2, N], the most and the least likely token.
+        log_probs: [2, N] of `fused_lm_head` at the targets.
+    """
+
+    transform: LogitTransform
+    logits: Tensor
+    targets: Tensor
+    log_probs: Tensor
+
+
 @dataclass
 class _Recording:
     """What the hooks of one run saw."""
@@ -63,7 +79,7 @@ class _Recording:
     backbone_name: str | None = None
     backbone_output: type[ModelOutput] | None = None
     hidden: Tensor | None = None
-    logits: Tensor | None = None
+    trials: list[_Trial] = field(default_factory=list)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -75,39 +91,38 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
         ValueError: when neither the fused head nor the model's own modules, called tile by tile,
             give the logits of the model's forward.
     """
-    head = read_head(model)
-    declared = logit_transform(model)
-    recording = _run(model, forward, head, _some_tokens(labels, head))
-    hidden, own, output_class = recording.hidden, recording.logits, recording.backbone_output
-    if recording.backbone_name is None or hidden is None or own is None or output_class is None:
+    head, declared = read_head(model), logit_transform(model)
+    recording = _Recording()
+    with _undisturbed(model):
+        own = _run(model, forward, head, _some_tokens(labels, head), declared, recording)
+    name, output_class = recording.backbone_name, recording.backbone_output
+    if name is None or output_class is None or recording.hidden is None:
         raise ValueError(
             f"the forward of {type(model).__name__} called none of {backbone_names(model)}, which "
             "hold its input embeddings: its hidden states cannot be had without its logits"
         )
-    own_head = OwnHead(model, forward, recording.backbone_name, output_class)
-    transform, reason = _matching_transform(head, hidden, own, declared)
-    route = Route(recording.backbone_name, transform, own_head, declared)
-    if transform is not None:
-        logger.info(
-            "%s: fused LM head on, its log-probabilities equal the model's own (%s)",
-            type(model).__name__,
-            reason,
-        )
-        return route
-    with _eval_mode(model):
-        mismatch = _largest_excess(own_head.logits(hidden), own, _tolerance(own, head, hidden))
-    if mismatch > 0:
-        raise ValueError(
-            f"the fused LM head does not give the logits of {type(model).__name__} ({reason}), "
-            "and neither do its own modules called on a tile of hidden states. lowpeak does not "
-            "train on other logits: set LOWPEAK_DISABLE=head"
-        )
+    hidden = recording.hidden
+    tolerance = _tolerance(own, hidden, head)
+    own_head = OwnHead(model, forward, name, output_class)
+    transform, reason = _matching_transform(recording.trials, own, tolerance)
+    if transform is None:
+        with _undisturbed(model):
+            excess = _largest_excess(own_head.logits(hidden).to(own.device), own, tolerance)
+        if excess > 0:
+            raise ValueError(
+                f"the fused LM head does not give the logits of {type(model).__name__} ({reason}), "
+                "and neither do its own modules called on a tile of hidden states. lowpeak does "
+                "not train on other logits: set LOWPEAK_DISABLE=head"
+            )
     logger.info(
-        "%s: fused LM head off, since %s; the model's own head runs on a tile of tokens at a time",
+        "%s: fused LM head %s: %s",
         type(model).__name__,
+        "on"
+        if transform is not None
+        else "off, the model's own head runs on a tile of tokens at a time",
         reason,
     )
-    return route
+    return Route(name, transform, own_head, declared)
 
 
 @torch.no_grad()
@@ -124,7 +139,7 @@ def check_loss(
     """
     head = read_head(model)
     token_ids = _some_tokens(labels, head)
-    with _eval_mode(model), head_input_in_weight_dtype(head.module):
+    with _undisturbed(model), head_input_in_weight_dtype(head.module):
         own, fused = own_loss(token_ids).item(), fused_loss(token_ids).item()
     tolerance = 16 * _coarsest_rounding(head.weight) + 1e-5
     if not abs(own - fused) <= tolerance * max(1.0, abs(own)):
@@ -143,22 +158,55 @@ def _some_tokens(labels: Tensor, head: Head) -> Tensor:
     return chosen.unsqueeze(0)
 
 
-def _run(model: Any, forward: Callable[..., Any], head: Head, token_ids: Tensor) -> _Recording:
-    """The model's forward on `token_ids`; hidden [2n, H] and logits [2n, V] of it."""
-    recording = _Recording()
-    hooks = [
-        hook
-        for name in backbone_names(model)
-        for hook in _record_backbone(model.get_submodule(name), name, recording)
-    ]
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while, after which nothing tells that anything ran.
+
+    The mode of each module and the state of the random generators come back. Autocast caches no
+    weight meanwhile: one cast without gradient would serve the training step that follows, and its
+    parameter would get no gradient.
+    """
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    kind = next(iter(devices)).type if devices else "cpu"
+    autocast = torch.autocast(
+        kind,
+        enabled=torch.is_autocast_enabled(kind),
+        dtype=torch.get_autocast_dtype(kind),
+        cache_enabled=False,
+    )
+    generators = torch.random.fork_rng(
+        devices=[device.index for device in devices],
+        device_type="cuda" if kind == "cpu" else kind,
+    )
+    with generators, autocast:
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _run(
+    model: Any,
+    forward: Callable[..., Any],
+    head: Head,
+    token_ids: Tensor,
+    declared: LogitTransform,
+    recording: _Recording,
+) -> Tensor:
+    """Logits [2n, V] of the model's forward on `token_ids`, where they are compared."""
+    hooks = [head.module.register_forward_pre_hook(_try_transforms(model, declared, recording))]
+    for name in backbone_names(model):
+        hooks += _record_backbone(model.get_submodule(name), name, recording)
     try:
-        with _eval_mode(model), head_input_in_weight_dtype(head.module):
-            logits = forward(input_ids=token_ids, use_cache=False).logits
+        with head_input_in_weight_dtype(head.module):
+            logits: Tensor = forward(input_ids=token_ids, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
-    recording.logits = logits.squeeze(0)
-    return recording
+    return logits.squeeze(0)
 
 
 def _record_backbone(module: nn.Module, name: str, recording: _Recording) -> list[Any]:
@@ -178,42 +226,32 @@ def _record_backbone(module: nn.Module, name: str, recording: _Recording) -> lis
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode; the mode of each module and the state of the random generators come back."""
-    modes = {module: module.training for module in model.modules()}
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cuda"
-    with torch.random.fork_rng(devices=[d.index for d in devices], device_type=kind):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+def _try_transforms(
+    model: Any, declared: LogitTransform, recording: _Recording
+) -> Callable[[nn.Module, Any], None]:
+    """A hook before the head, where FSDP has gathered its weight."""
 
+    def before(module: nn.Module, args: Any) -> None:
+        head = read_head(model)
+        head.require_whole_weight()
+        if recording.hidden is None or not head.is_plain:
+            return
+        hidden = recording.hidden.to(head.weight.device)
+        raw = _project(hidden, head)
+        for transform in transform_candidates(declared):
+            logits = apply_transform(raw, transform)
+            targets = torch.stack([logits.argmax(-1), logits.argmin(-1)])
+            fused = fused_lm_head(
+                hidden.expand(2, -1, -1),
+                head.weight,
+                targets,
+                bias=head.bias,
+                transform=transform,
+            )
+            assert fused.log_probs is not None
+            recording.trials.append(_Trial(transform, logits, targets, fused.log_probs))
 
-def _matching_transform(
-    head: Head, hidden: Tensor, own: Tensor, declared: LogitTransform
-) -> tuple[LogitTransform | None, str]:
-    """The first transform that gives the model's own logits, or None; and the reason."""
-    if not head.is_plain:
-        return None, f"its weight is {head.weight.dtype} {tuple(head.weight.shape)}"
-    if own.shape != (hidden.size(0), head.weight.size(0)):
-        return None, f"its logits have the shape {tuple(own.shape)}"
-    hidden = hidden.to(head.weight.device)
-    own = own.to(head.weight.device)
-    tolerance = _tolerance(own, head, hidden)
-    raw = _project(hidden, head)
-    for transform in transform_candidates(declared):
-        if _largest_excess(apply_transform(raw, transform), own, tolerance) > 0:
-            continue
-        error = _largest_excess_of_fused(head, hidden, own, transform, tolerance)
-        if error > 0:
-            return None, f"fused log-probabilities differ by {error:.3g} more than rounding may"
-        return transform, f"scale {transform.scale:g}, soft cap {transform.softcap}"
-    difference = (apply_transform(raw, declared).float() - own.float()).abs().max().item()
-    return None, f"its logits are not those its config declares (difference {difference:.3g})"
+    return before
 
 
 def _project(hidden: Tensor, head: Head) -> Tensor:
@@ -222,7 +260,30 @@ def _project(hidden: Tensor, head: Head) -> Tensor:
     return nn.functional.linear(hidden, head.weight, head.bias)
 
 
-def _tolerance(own: Tensor, head: Head, hidden: Tensor) -> Tensor:
+def _matching_transform(
+    trials: list[_Trial], own: Tensor, tolerance: Tensor
+) -> tuple[LogitTransform | None, str]:
+    """The first transform that gives the model's own logits, or None; and the reason."""
+    if not trials:
+        return None, "its head is not called by its forward, or is no plain matrix"
+    for trial in trials:
+        if _largest_excess(trial.logits, own, tolerance) > 0:
+            continue
+        flat = trial.targets.flatten()
+        (expected,) = logit_statistics(own.repeat(2, 1), flat, ("log_probs",))
+        excess = _largest_excess(
+            trial.log_probs.reshape(-1, 1),
+            expected.unsqueeze(-1),
+            2 * tolerance.repeat(2, 1) + _LOG_PROB_TOLERANCE,
+        )
+        if excess > 0:
+            return None, f"fused log-probabilities are {excess:.3g} beyond rounding off its own"
+        scale, softcap = trial.transform.scale, trial.transform.softcap
+        return trial.transform, f"equals the model's own, with scale {scale:g}, soft cap {softcap}"
+    return None, "its logits are not what its config declares"
+
+
+def _tolerance(own: Tensor, hidden: Tensor, head: Head) -> Tensor:
     """[N, 1]: 8 roundings of a row's largest finite logit, and the spread of summing H products.
 
     Each product is rounded to the coarsest dtype on the way; the sum over H is made in float32 at
@@ -252,20 +313,4 @@ def _largest_excess(computed: Tensor, own: Tensor, tolerance: Tensor) -> float:
     same = computed == own  # infinities agree
     excess = (computed.double() - own.double()).abs() - tolerance
     excess = excess.masked_fill(same, -1.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
-    return excess.max().item()
-
-
-def _largest_excess_of_fused(
-    head: Head, hidden: Tensor, own: Tensor, transform: LogitTransform, tolerance: Tensor
-) -> float:
-    """`fused_lm_head` against the model's own logits, at the most and the least likely token."""
-    targets = torch.stack([own.argmax(-1), own.argmin(-1)])
-    rows = hidden.expand(2, -1, -1)
-    fused = fused_lm_head(rows, head.weight, targets, bias=head.bias, transform=transform)
-    assert fused.log_probs is not None
-    (expected,) = logit_statistics(own.repeat(2, 1), targets.flatten(), ("log_probs",))
-    return _largest_excess(
-        fused.log_probs.reshape(-1, 1),
-        expected.unsqueeze(-1),
-        2 * tolerance.repeat(2, 1) + _LOG_PROB_TOLERANCE,
-    )
+    return float(excess.max())
