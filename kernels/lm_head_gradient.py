@@ -28,7 +28,9 @@ _WARPS = 8
 class RowCoefficients:
     """Coefficients of a row's gradient, each [N] in the statistics' dtype; None is zero."""
 
-    log_normalizer: Tensor  # log sum_j exp z_j
+    centre: Tensor  # the row's largest logit
+    inverse_sum: Tensor  # 1 / sum_j exp(z_j - centre)
+    log_sum: Tensor  # log sum_j exp(z_j - centre)
     linear: Tensor  # a
     target: Tensor  # g: upstream gradient of log_probs
     target_rest: Tensor  # g (1 - p[target])
@@ -39,7 +41,9 @@ class RowCoefficients:
     def rows(self, start: int, end: int) -> RowCoefficients:
         """Views of rows [start, end)."""
         return RowCoefficients(
-            log_normalizer=self.log_normalizer[start:end],
+            centre=self.centre[start:end],
+            inverse_sum=self.inverse_sum[start:end],
+            log_sum=self.log_sum[start:end],
             linear=self.linear[start:end],
             target=self.target[start:end],
             target_rest=self.target_rest[start:end],
@@ -68,18 +72,19 @@ def gradient_tile_torch(
     `bias` is the tile's [v] slice, `targets` [n] int64, `temperature` [n]; `start` is the tile's
     first vocabulary column. Destroys the tile.
     """
-    dtype = coefficients.log_normalizer.dtype
+    dtype = coefficients.centre.dtype
     z = transform_tile_torch(tile, bias, temperature, transform, dtype)
     width = z.size(1)
     slope = _transform_slope(z, temperature, transform)
     masked = z == -float("inf") if bias is not None else None
-    log_p = z.sub_(coefficients.log_normalizer.unsqueeze(1))
+    z.sub_(coefficients.centre.unsqueeze(1))
     inside = ((targets >= start) & (targets < start + width)).unsqueeze(1)
     position = (targets - start).clamp(0, width - 1).unsqueeze(1)
 
-    p = log_p.exp()
+    p = z.exp().mul_(coefficients.inverse_sum.unsqueeze(1))
     gradient = p * coefficients.linear.unsqueeze(1)
     if coefficients.log_linear is not None:
+        log_p = z.sub_(coefficients.log_sum.unsqueeze(1))
         entropy_part = log_p.mul_(p).masked_fill_(p == 0, 0.0)
         gradient.addcmul_(entropy_part, coefficients.log_linear.unsqueeze(1))
     if coefficients.square is not None:
@@ -124,7 +129,9 @@ def lm_head_gradient_kernel(
     bias_ptr,
     targets_ptr,
     temperature_ptr,
-    log_normalizer_ptr,
+    centre_ptr,
+    inverse_sum_ptr,
+    log_sum_ptr,
     linear_ptr,
     target_ptr,
     target_rest_ptr,
@@ -156,11 +163,12 @@ def lm_head_gradient_kernel(
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
-    log_p = z - tl.load(log_normalizer_ptr + row)
-    p = tl.exp(log_p)
+    centred = z - tl.load(centre_ptr + row)
+    p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
     polynomial = tl.load(linear_ptr + row)
     if LOG_LINEAR:
         log_linear = tl.load(log_linear_ptr + row)
+        log_p = centred - tl.load(log_sum_ptr + row)
         polynomial = tl.where(p == 0, 0.0, polynomial + log_linear * log_p)
     gradient = p * polynomial
     if SQUARE:
@@ -199,7 +207,9 @@ def gradient_tile_triton(
         bias,
         targets,
         temperature,
-        coefficients.log_normalizer,
+        coefficients.centre,
+        coefficients.inverse_sum,
+        coefficients.log_sum,
         coefficients.linear,
         coefficients.target,
         coefficients.target_rest,
@@ -229,7 +239,7 @@ def _variant(
     constants: dict[str, object] = {flag: on.get(flag, False) for flag in flags}
     constants |= {"HAS_BIAS": bias is not None, "BLOCK": _BLOCK}
     types = {"tile_ptr": f"*{tile}", "out_ptr": f"*{out}", "targets_ptr": "*i64"}
-    rows = ("log_normalizer", "linear", "target", "target_rest")
+    rows = ("centre", "inverse_sum", "log_sum", "linear", "target", "target_rest")
     types |= {f"{name}_ptr": "*fp32" for name in rows}
     types |= dict.fromkeys(("row_stride", "out_stride", "start", "width"), "i32")
     types |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32")

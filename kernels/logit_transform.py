@@ -36,7 +36,8 @@ def transform_tile_torch(
     z = tile.to(dtype)
     if bias is not None:
         z.add_(bias.to(dtype))
-    masked = z == -float("inf") if transform.softcap and bias is not None else None
+    distorts = transform.softcap != 0.0 or transform.scale <= 0.0
+    masked = z == -float("inf") if distorts and bias is not None else None
     if transform.scale != 1.0:
         z.mul_(transform.scale)
     if transform.softcap:
@@ -71,6 +72,6 @@ def transform_block(
         z = softcap * _tanh(z / softcap)
     z = z * inverse_temperature
     if HAS_BIAS:
-        # only a bias masks tokens; the cap would turn -inf into -softcap
+        # only a bias masks tokens; the cap or a scale <= 0 would turn -inf into something else
         z = tl.where(x == float("-inf"), float("-inf"), z)
     return z

@@ -54,6 +54,11 @@ def _check_tensors(
     floats = {"hidden": hidden, "weight": weight}
     if bias is not None:
         floats["bias"] = bias
+    for name, value in {**floats, "targets": targets}.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is {value!r}: pass a tensor")
+    if not isinstance(transform, LogitTransform):
+        raise TypeError(f"transform is {transform!r}: pass a LogitTransform")
     for name, x in floats.items():
         if x.dtype not in _FLOATS:
             raise TypeError(f"{name} has dtype {x.dtype}: pass one of {_FLOATS}")
@@ -76,6 +81,8 @@ def _check_tensors(
     others = {**floats, "targets": targets}
     temperature = transform.temperature
     if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(f"temperature has dtype {temperature.dtype}: pass a floating-point one")
         if temperature.shape != targets.shape:
             raise ValueError(
                 f"temperature has shape {tuple(temperature.shape)}: pass a number or "

@@ -17,7 +17,7 @@ def run_forward(
     scratch_bytes: int | None,
     backend: str,
 ) -> dict[str, Tensor]:
-    """The outputs `names` of each row, [N], with log_probs and log_normalizer always among them."""
+    """The outputs `names` of each row, [N], with those that the backward needs."""
     folded = Folded(
         entropy="entropy" in names,
         squares="log_sum_sq_probs" in names,

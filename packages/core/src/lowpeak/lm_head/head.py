@@ -180,8 +180,8 @@ class _FusedLMHead(torch.autograd.Function):
         ctx.names = names
         ctx.transform = transform
         ctx.where = (scratch_bytes, backend)
-        if "is_top1" in by_name:
-            ctx.mark_non_differentiable(by_name["is_top1"])
+        constant = ("centre", "sum_exp", "is_top1")
+        ctx.mark_non_differentiable(*(by_name[name] for name in constant if name in by_name))
         return tuple(results)
 
     @staticmethod

@@ -19,16 +19,14 @@ from .rows import select_rows
 from .statistics import row_coefficients
 from .tiles import HeadInputs
 
-SAVED_NAMES = ("log_probs", "log_normalizer", "entropy", "log_sum_sq_probs")
+SAVED_NAMES = ("log_probs", "centre", "sum_exp", "entropy", "log_sum_sq_probs")
 DIFFERENTIABLE_NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "log_normalizer")
 
 
 def result_names(outputs: int) -> tuple[str, ...]:
-    """Names behind an output flag set; log_probs and log_normalizer are always computed."""
-    always = ("log_probs", "log_normalizer")
-    return tuple(
-        name for bit, name in enumerate(OUTPUT_NAMES) if outputs >> bit & 1 or name in always
-    )
+    """What an output flag set makes the forward return: log_probs, centre and sum_exp always."""
+    asked = (name for bit, name in enumerate(OUTPUT_NAMES) if outputs >> bit & 1)
+    return ("log_probs", "centre", "sum_exp", *(name for name in asked if name != "log_probs"))
 
 
 def output_flags(names: Sequence[str]) -> int:

@@ -15,26 +15,30 @@ from ..kernels.lm_head_gradient import RowCoefficients
 def finish_statistics(
     sums: RowStatistics, vocabulary: int, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """The outputs `names`, with log_probs and log_normalizer always among them.
+    """The outputs `names`, with log_probs, centre and sum_exp always among them.
 
-    With L the logsumexp of the logits other than the target's, p the target's probability and q the
-    softmax of the others: log p = -softplus(L - z_target), and
+    `centre` is the row's largest logit and `sum_exp` the sum of exp(z - centre); kept apart, they
+    give p without the rounding of a log-normaliser at large logit offsets.
+    With s the sum over the tokens other than the target, p the target's probability and q the
+    softmax of the others: log p = -softplus(log s - z_target), and
     H = -p log p - (1 - p) log(1 - p) + (1 - p) H(q). No term cancels when p nears 0 or 1.
     """
     zero = torch.zeros((), dtype=sums.maximum.dtype, device=sums.maximum.device)
     log_sum = sums.sum_exp.log()
-    others = sums.maximum + log_sum
-    gap = others - sums.target
+    gap = log_sum + (sums.maximum - sums.target)
     log_p = -torch.logaddexp(gap, zero)
     log_rest = -torch.logaddexp(-gap, zero)
     alone = sums.sum_exp == 0  # no other token has a probability
-    results = {"log_probs": log_p, "log_normalizer": torch.logaddexp(others, sums.target)}
+    centre = torch.maximum(sums.maximum, sums.target)
+    total = sums.sum_exp * torch.exp(sums.maximum - centre) + torch.exp(sums.target - centre)
+    results = {"log_probs": log_p, "centre": centre, "sum_exp": total}
+    if "log_normalizer" in names:
+        results["log_normalizer"] = centre + total.log()
     if "entropy" in names:
         rest = -torch.expm1(log_p)
         among_others = torch.where(alone, 0.0, log_sum - sums.centred / sums.sum_exp)
-        results["entropy"] = _times_log(rest, among_others - log_rest) - _times_log(
-            log_p.exp(), log_p
-        )
+        of_others = _times_log(rest, among_others - log_rest)
+        results["entropy"] = of_others - _times_log(log_p.exp(), log_p)
     if "log_sum_sq_probs" in names:
         squares = torch.where(alone, -float("inf"), sums.squares.log() - 2 * log_sum)
         results["log_sum_sq_probs"] = torch.logaddexp(2 * log_p, 2 * log_rest + squares)
@@ -73,7 +77,9 @@ def row_coefficients(
     if "mean_logits" in upstream:
         constant = upstream["mean_logits"] / vocabulary
     return RowCoefficients(
-        log_normalizer=outputs["log_normalizer"],
+        centre=outputs["centre"],
+        inverse_sum=outputs["sum_exp"].reciprocal(),
+        log_sum=outputs["sum_exp"].log(),
         linear=linear,
         target=target,
         target_rest=target * -torch.expm1(log_p),
@@ -96,11 +102,9 @@ def normalise(
     many tokens; a power of two changes no digit. `slope` bounds the slope of the logit transform: a
     number or [N].
     """
-    gradients = {
-        name: x
-        for name, x in vars(coefficients).items()
-        if name != "log_normalizer" and x is not None
-    }
+    names = ("linear", "target", "target_rest", "log_linear", "square", "constant")
+    values = ((name, getattr(coefficients, name)) for name in names)
+    gradients: dict[str, Tensor] = {name: x for name, x in values if x is not None}
     largest = torch.stack([(x * slope).abs().amax() for x in gradients.values()]).amax()
     power = torch.exp2(torch.log2(largest).floor() - _LARGEST_COEFFICIENT)
     power = torch.where(torch.isfinite(power) & (power > 0), power, 1.0)
