@@ -101,18 +101,18 @@ def test_xpu(session: nox.Session) -> None:
 def run_gpu_suite(session: nox.Session, name: str) -> None:
     """Run pytest with the GPU visible, or end the session with one line on what is missing."""
     backend = BACKENDS[name]
-    environment: dict[str, str | None] = {"TRITON_INTERPRET": None}
-    if without_venv(session):
-        environment["PYTHONPATH"] = offline_site(session)
-    elif backend.present():
-        session.install(*EDITABLE, "peft", "gguf", *group("test"))
-    else:
-        session.skip(f"no {backend.gpu} found")
     python = sys.executable if without_venv(session) else "python"
+    if not without_venv(session):
+        if not backend.present():
+            session.skip(f"no {backend.gpu} found")
+        session.install(*EDITABLE, "peft", "gguf", *group("test"))
     probe = f"import torch; print('yes' if {backend.torch_sees_it} else 'no')"
     answer = session.run(python, "-c", probe, silent=True, external=True)
     if str(answer).split()[-1] != "yes":
         session.skip(f"this torch sees no {backend.gpu}")
+    environment: dict[str, str | None] = {"TRITON_INTERPRET": None}
+    if without_venv(session):
+        environment["PYTHONPATH"] = offline_site(session)
     session.run(python, "-m", "pytest", *session.posargs, env=environment, external=True)
 
 
@@ -180,7 +180,7 @@ def compile_kernels(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning is an error."""
-    session.install(*group("docs"))
+    session.install(*CPU, *EDITABLE, "peft", *group("docs"))
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html")
 
 

@@ -1,10 +1,11 @@
-"""Sphinx configuration. The API pages import lowpeak with torch and triton mocked."""
+"""Sphinx configuration. The API pages come from the installed packages, torch and all.
 
-import sys
+Mocked, torch breaks annotations such as `torch.device | str`.
+"""
+
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "packages" / name / "src") for name in ("core", "trainers", "bench")]
 
 project = "lowpeak"
 author = "The lowpeak developers"
@@ -17,6 +18,6 @@ html_theme = "furo"
 html_title = f"lowpeak {release}"
 copybutton_prompt_text = r"\$ "
 
-autodoc_mock_imports = ["torch", "triton", "transformers", "trl", "peft", "datasets", "accelerate"]
+default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

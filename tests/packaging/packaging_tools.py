@@ -86,6 +86,11 @@ def clean_environment(folder: Path, *names: str, without: Iterable[str] = ()) ->
     return folder / "bin" / "python"
 
 
+def run_clean(*command: str | Path) -> str:
+    """Run a command of a clean environment, which PYTHONPATH must not enrich."""
+    return run(*command, environment={"PYTHONPATH": ""}).stdout
+
+
 def pip(python: Path, *arguments: str | Path) -> str:
-    """Run the tests' pip on another environment, without any index."""
-    return run(sys.executable, "-m", "pip", "--python", python, *arguments).stdout
+    """Run the tests' pip on a clean environment, without any index."""
+    return run_clean(sys.executable, "-m", "pip", "--python", python, *arguments)

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from packaging_tools import NAMES, ROOT, build_pure, clean_environment, copy_tree, pip, run
+from packaging_tools import NAMES, ROOT, build_pure, clean_environment, copy_tree, pip, run_clean
 
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
 OPTIONAL = ("triton", "transformers", "trl", "accelerate", "datasets", "peft")
@@ -73,9 +73,9 @@ def test_core_alone_imports_without_optional_packages(dist: Path, tmp_path: Path
     python = clean_environment(tmp_path / "env", "torch", without=["triton"])
     pip(python, "install", "--no-index", wheel_of(dist, "core"))
     # From an empty folder and isolated: nothing but the environment is on the path.
-    where = run(python, "-I", "-c", IMPORT_CORE).stdout
+    where = run_clean(python, "-I", "-c", IMPORT_CORE)
     assert where.startswith(str(tmp_path / "env"))
-    report = run(tmp_path / "env" / "bin" / "lowpeak", "env").stdout
+    report = run_clean(tmp_path / "env" / "bin" / "lowpeak", "env")
     assert f"- lowpeak-core: {VERSION}" in report
     assert f"- lowpeak._native: {VERSION} (" in report
     assert "- trl: not installed" in report
