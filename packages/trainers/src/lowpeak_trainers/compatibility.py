@@ -11,10 +11,9 @@ from typing import Any
 
 import trl
 from lowpeak.models import FusedCausalLMOutput
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
-MINIMUM_TRL = "1.16.0"
-NEXT_MAJOR_TRL = "2"
+SUPPORTED_TRL = ">=1.16.0,<2"
 HEAD_NAME = "add_fused_lm_head"
 SEAM_MODULES = (
     "trl.trainer.sft_trainer",
@@ -33,9 +32,8 @@ def check_trl(replacement: Callable[..., Any]) -> None:
     Checked are the version, `add_fused_lm_head` in each of SEAM_MODULES with the parameters and
     defaults of `replacement`, and the fields of TRL's fused output. All faults come in one error.
     """
-    version = Version(trl.__version__)
-    if not Version(MINIMUM_TRL) <= version < Version(NEXT_MAJOR_TRL):
-        raise _unsupported([f"its version is outside >={MINIMUM_TRL},<{NEXT_MAJOR_TRL}"])
+    if not SpecifierSet(SUPPORTED_TRL).contains(trl.__version__, prereleases=True):
+        raise _unsupported(["its version is not supported"])
     faults = [
         fault
         for name in SEAM_MODULES
@@ -75,6 +73,6 @@ def _parameters(function: Callable[..., Any]) -> str:
 def _unsupported(faults: Sequence[str]) -> UnsupportedTrlError:
     return UnsupportedTrlError(
         f"lowpeak_trainers cannot plug into trl {trl.__version__}: {'; '.join(faults)}. Supported "
-        f"is trl>={MINIMUM_TRL},<{NEXT_MAJOR_TRL}. Install such a version "
-        f"(pip install 'trl>={MINIMUM_TRL},<{NEXT_MAJOR_TRL}'), or upgrade lowpeak-trainers."
+        f"is trl{SUPPORTED_TRL} with the names of 1.16. Install such a version "
+        f"(pip install 'trl{SUPPORTED_TRL}'), or upgrade lowpeak-trainers."
     )
