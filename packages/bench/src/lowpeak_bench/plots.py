@@ -36,6 +36,7 @@ def plot_lm_head(results: Sequence[Measurement], path: Path) -> None:
             for result in results:
                 if (result.shape, result.head) == (shape, head):
                     _draw(axes, result, names.index(result.implementation))
+            axes.set_ylim(bottom=0)
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -50,7 +51,7 @@ def _draw(axes: Any, result: Measurement, index: int) -> None:
         return
     if result.peak_bytes is None or result.extra_bytes is None:
         # The floor has no memory of its own worth a point: it is a line that none can cross.
-        axes.axhline(result.milliseconds, color="0.5", linestyle=":", linewidth=1)
+        axes.axhline(result.milliseconds, color="0.5", linestyle=":", label=result.implementation)
         return
     # Below one MiB a logarithmic axis says nothing more.
     size = max(result.extra_bytes / MIB, 1.0)
