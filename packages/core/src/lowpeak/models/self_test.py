@@ -1,7 +1,7 @@
 """Does the fused head compute what the model itself computes? A few tokens through both tell.
 
 The model's own forward runs on a few tokens, in eval mode and without gradients. A hook behind the
-backbone appends the same hidden states at 16 times their size, so that a soft cap shows even where
+backbone appends the same hidden states at 32 times their size, so that a soft cap shows even where
 the logits are still small. What comes out is compared with the declared transform over the whole
 vocabulary, and with `fused_lm_head` at some targets. Ranks do not talk to each other, beyond what
 the forward itself does.
@@ -10,6 +10,7 @@ the forward itself does.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from .own_head import OwnHead, head_input_in_weight_dtype, logit_statistics
 logger = logging.getLogger("lowpeak.models")
 
 _MAX_TOKENS = 8
-_MAGNIFICATION = 16.0
+_MAGNIFICATION = 32.0
 # Of a log-softmax in float32 at -16, however small the logits: ten roundings.
 _LOG_PROB_TOLERANCE = 10 * 16 * torch.finfo(torch.float32).eps
 
@@ -290,7 +291,7 @@ def _tolerance(own: Tensor, hidden: Tensor, head: Head) -> Tensor:
     least, where it spreads by sqrt(H) roundings.
     """
     coarsest = _coarsest_rounding(own, hidden, head.weight)
-    summing = 4 * hidden.size(-1) ** 0.5 * min(coarsest, torch.finfo(torch.float32).eps)
+    summing = 4 * math.sqrt(hidden.size(-1)) * min(coarsest, torch.finfo(torch.float32).eps)
     largest = own.masked_fill(~own.isfinite(), 0).abs().amax(-1, keepdim=True).double()
     return largest * (8 * coarsest + summing)
 
