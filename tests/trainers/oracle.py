@@ -57,7 +57,9 @@ def assert_close(found: float, wanted: float, tolerance: float = TOLERANCE) -> N
     assert abs(found - wanted) <= tolerance * max(1.0, abs(wanted)), f"{found}, wanted {wanted}"
 
 
-def assert_same_gradients(found: Gradients, wanted: Gradients, tolerance: float = TOLERANCE) -> None:
+def assert_same_gradients(
+    found: Gradients, wanted: Gradients, tolerance: float = TOLERANCE
+) -> None:
     """Same parameters, none missing, each within tolerance of its own largest element.
 
     An element below a hundredth of the largest of all parameters counts as that.

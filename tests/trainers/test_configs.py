@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import lowpeak_trainers
 import parity
 import pytest
 import tiny
 import torch
 import trl
-from lowpeak import MemoryConfig
 from transformers import HfArgumentParser, TrainingArguments
+
+import lowpeak_trainers
+from lowpeak import MemoryConfig
 
 CONFIGS = {
     lowpeak_trainers.SFTConfig: trl.SFTConfig,
@@ -66,7 +67,9 @@ def test_help_and_config_file(config, tmp_path):
     parser = trl.TrlParser(config)
     assert "--lm_head_scratch_bytes" in parser.format_help()
     path = tmp_path / "config.yaml"
-    path.write_text(f"output_dir: {tmp_path}\nfused_lm_head: true\nbf16: false\nlearning_rate: 0.5\n")
+    path.write_text(
+        f"output_dir: {tmp_path}\nfused_lm_head: true\nbf16: false\nlearning_rate: 0.5\n"
+    )
     (parsed,) = parser.parse_args_and_config(["--config", str(path)])
     assert parsed.fused_lm_head is True
     assert parsed.learning_rate == 0.5

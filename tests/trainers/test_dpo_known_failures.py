@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import lowpeak_trainers
 import oracle
 import parity
 import pytest
@@ -12,6 +11,8 @@ import tiny
 import torch
 from peft import LoraConfig
 from torch.nn.functional import logsigmoid
+
+import lowpeak_trainers
 
 BETA = 0.1
 PAIRS = [(4, 6, 3), (7, 2, 9), (3, 11, 5), (9, 4, 4)]
@@ -112,14 +113,12 @@ def test_b3_policy_uses_the_saved_head_and_reference_the_original(perturbed, pre
     if perturbed:
         with torch.no_grad():
             weight = head.modules_to_save["default"].weight
-            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)).to(
-                weight.device
-            )
+            weight += 0.3 * torch.randn(
+                weight.shape, generator=torch.Generator().manual_seed(5)
+            ).to(weight.device)
     policy = tiny.llama()
     policy.lm_head.weight.data = head.modules_to_save["default"].weight.detach().cpu().clone()
-    right = right_loss(
-        "sigmoid", oracle.in_float64(policy), oracle.in_float64(tiny.llama())
-    ).item()
+    right = right_loss("sigmoid", oracle.in_float64(policy), oracle.in_float64(tiny.llama())).item()
     trainer.train()
     oracle.assert_close(trainer.state.log_history[0]["loss"], right)
     if not perturbed:

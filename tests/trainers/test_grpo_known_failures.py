@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-import lowpeak_trainers
 import oracle
 import parity
 import pytest
 import tiny
 import torch
 from trl.trainer.utils import get_config_model_id
+
+import lowpeak_trainers
 
 PROMPT = [20, 31, 42]
 REWARDS = [1.0, -0.5, 2.0, 0.25]

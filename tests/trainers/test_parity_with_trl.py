@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import lowpeak_trainers
 import parity
 import pytest
 import tiny
 import trl
 from peft import LoraConfig
+
+import lowpeak_trainers
 
 LENGTHS = [5, 17, 9, 30, 3, 12, 22, 7, 14, 26, 4, 11, 19, 8, 25, 6, 10, 16, 21, 13]
 PAIRS = [(4, 6, 3), (7, 2, 9), (3, 11, 5), (9, 4, 4), (5, 8, 8), (6, 3, 12)] * 4

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import lowpeak_trainers
 import oracle
 import parity
 import pytest
 import tiny
 from peft import LoraConfig
+
+import lowpeak_trainers
 
 
 def gradients_of_one_step(folder, adapted, **options):

@@ -6,16 +6,17 @@ import dataclasses
 import logging
 import threading
 
-import lowpeak.models
-import lowpeak_trainers
 import parity
 import pytest
 import tiny
 import torch
 import trl
-from lowpeak import MemoryConfig
 from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer, sft_trainer
 from trl.trainer import utils as trl_utils
+
+import lowpeak.models
+import lowpeak_trainers
+from lowpeak import MemoryConfig
 
 DATA = tiny.documents([5, 9])
 PAIRS = [(4, 6, 3), (7, 2, 9)]
@@ -214,7 +215,9 @@ def test_drop_in_serves_a_plain_model():
     output = model(input_ids=ids, labels=ids, fused_lm_head=True)
     logits = tiny.llama()(input_ids=ids).logits[:, :-1] / 0.7
     distribution = torch.distributions.Categorical(logits=logits)
-    torch.testing.assert_close(output.log_probs, distribution.log_prob(ids[:, 1:]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        output.log_probs, distribution.log_prob(ids[:, 1:]), rtol=0, atol=1e-5
+    )
     torch.testing.assert_close(output.entropy, distribution.entropy(), rtol=0, atol=1e-5)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lowpeak_trainers
 import oracle
 import parity
 import pytest
@@ -11,11 +10,15 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+import lowpeak_trainers
+
 LENGTHS = [3, 30, 7, 12]
 TARGETS = sum(LENGTHS) - len(LENGTHS)
 
 
-def build(folder, data, *, model=None, tokenizer=None, eval_dataset=None, callbacks=None, **options):
+def build(
+    folder, data, *, model=None, tokenizer=None, eval_dataset=None, callbacks=None, **options
+):
     """SFTTrainer over `data`; keywords that are not its own go to the config."""
     compute_metrics = options.pop("compute_metrics", None)
     return lowpeak_trainers.SFTTrainer(
@@ -76,9 +79,7 @@ def test_d1_d2_one_loss_however_documents_are_batched(layout, split, tmp_path):
 
 def test_d2_first_token_of_a_document_is_no_target(tmp_path):
     data = tiny.documents(LENGTHS)
-    loss, _ = one_step(
-        tmp_path, data, per_device_train_batch_size=4, gradient_accumulation_steps=1
-    )
+    loss, _ = one_step(tmp_path, data, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     counted_too = mean_nll(data, count=sum(LENGTHS))[0]
     oracle.assert_close(loss * TARGETS / sum(LENGTHS), counted_too)
     assert abs(loss - counted_too) > 0.1

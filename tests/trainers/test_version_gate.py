@@ -6,12 +6,13 @@ import dataclasses
 import subprocess
 import sys
 
-import lowpeak_trainers
 import pytest
 import trl
-from lowpeak_trainers.compatibility import check_trl
 from trl.trainer import grpo_trainer, sft_trainer
 from trl.trainer import utils as trl_utils
+
+import lowpeak_trainers
+from lowpeak_trainers.compatibility import check_trl
 
 
 def check():
@@ -42,7 +43,9 @@ def test_missing_and_changed_names_are_reported_together(monkeypatch):
         check()
     message = str(caught.value)
     assert "trl.trainer.sft_trainer has no add_fused_lm_head" in message
-    assert "trl.trainer.grpo_trainer.add_fused_lm_head takes (model, temperature=1.0, out" in message
+    assert (
+        "trl.trainer.grpo_trainer.add_fused_lm_head takes (model, temperature=1.0, out" in message
+    )
     assert "dpo_trainer" not in message
 
 

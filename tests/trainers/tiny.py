@@ -88,7 +88,6 @@ def mixtral(seed: int = 0) -> MixtralForCausalLM:
             num_local_experts=4,
             max_position_embeddings=128,
             initializer_range=0.3,
-            output_router_logits=True,
             router_aux_loss_coef=0.1,
             pad_token_id=PAD,
             bos_token_id=BOS,

@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import trl
-from lowpeak.models import FusedCausalLMOutput
 from packaging.specifiers import SpecifierSet
+
+from lowpeak.models import FusedCausalLMOutput
 
 SUPPORTED_TRL = ">=1.16.0,<2"
 HEAD_NAME = "add_fused_lm_head"

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from torch import nn
+
 from lowpeak.config import DISABLE_VARIABLE, MemoryConfig, technique_enabled
 from lowpeak.models import FusedForwardHandle, install_fused_forward
-from torch import nn
 
 from .compatibility import check_trl
 from .seam import FusedHeadFunction

@@ -28,7 +28,11 @@ class LowpeakMixin:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         for trainer in order[: order.index(LowpeakMixin)]:
-            if trainer is not cls and seam_modules_of(trainer) and LowpeakMixin not in trainer.__mro__:
+            if (
+                trainer is not cls
+                and seam_modules_of(trainer)
+                and LowpeakMixin not in trainer.__mro__
+            ):
                 raise TypeError(
                     f"{cls.__name__} lists {trainer.__name__} before LowpeakMixin, so TRL would "
                     f"build its own head. Write class {cls.__name__}(LowpeakMixin, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import trl
+
 from lowpeak.config import MemoryConfig
 
 from .mixin import LowpeakMixin

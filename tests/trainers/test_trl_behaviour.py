@@ -1,0 +1,223 @@
+"""What TRL's trainers do beyond a loss goes on working, with the numbers of stock TRL."""
+
+from __future__ import annotations
+
+import parity
+import pytest
+import tiny
+import torch
+import trl
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+
+import lowpeak_trainers
+
+LENGTHS = [5, 17, 9, 30, 3, 12, 22, 7, 14, 26, 4, 11, 19, 8, 25, 6, 10, 16, 21, 13]
+PAIRS = [(4, 6, 3), (7, 2, 9), (3, 11, 5), (9, 4, 4), (5, 8, 8), (6, 3, 12)] * 4
+PEFT = {
+    "modules_to_save": LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+    ),
+    "all_linear": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    "prompt_tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix_tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def pair(method):
+    """(trainer, config) of TRL and of lowpeak for one method."""
+    return [
+        (getattr(package, f"{method}Trainer"), getattr(package, f"{method}Config"))
+        for package in (trl, lowpeak_trainers)
+    ]
+
+
+def assert_parity(method, folder, *, online=False, model=tiny.llama, options=None, **keywords):
+    """Five equal steps of `method`; `options` go to the config, other keywords to the trainer.
+
+    DPO without adapters gets another reference model: with equal ones the rewards are 0 but for
+    rounding, and which of two is the larger says nothing.
+    """
+
+    def build(trainer, config):
+        if method == "DPO" and "peft_config" not in keywords:
+            keywords["ref_model"] = model(seed=1)
+        return trainer(
+            model=model(),
+            args=config(**parity.settings(folder, **(options or {}))),
+            processing_class=tiny.tokenizer(),
+            **keywords,
+        )
+
+    stock, ours = pair(method)
+    return parity.assert_parity(lambda: build(*stock), lambda: build(*ours), online=online)
+
+
+# Prefix tuning passes a cache, which checkpointing does not allow.
+UNCHECKPOINTED = {"prefix_tuning": {"gradient_checkpointing": False}}
+
+
+@pytest.mark.parametrize("adapter", PEFT)
+def test_sft_with_peft(adapter, tmp_path):
+    assert_parity(
+        "SFT",
+        tmp_path,
+        options=UNCHECKPOINTED.get(adapter, {}),
+        train_dataset=tiny.documents(LENGTHS),
+        peft_config=PEFT[adapter],
+    )
+
+
+@pytest.mark.parametrize("adapter", ["modules_to_save", "prompt_tuning"])
+def test_dpo_with_peft(adapter, tmp_path):
+    stock, ours = assert_parity(
+        "DPO", tmp_path, train_dataset=tiny.preferences(PAIRS), peft_config=PEFT[adapter]
+    )
+    assert stock.ref_model is ours.ref_model is None
+
+
+def reward(completion_ids, **kwargs):
+    """Reward almost without ties."""
+    return [float(sum(i * t for i, t in enumerate(ids, 1)) % 17) for ids in completion_ids]
+
+
+ONLINE = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
+
+
+@pytest.mark.parametrize("adapter", ["modules_to_save", "prompt_tuning"])
+def test_grpo_with_peft(adapter, tmp_path):
+    stock, ours = assert_parity(
+        "GRPO",
+        tmp_path,
+        online=True,
+        options={**ONLINE, "beta": 0.04},
+        reward_funcs=reward,
+        train_dataset=tiny.prompts(LENGTHS),
+        peft_config=PEFT[adapter],
+    )
+    assert stock.ref_model is ours.ref_model is None
+
+
+@pytest.mark.parametrize("method", ["SFT", "DPO", "GRPO"])
+def test_adapter_on_the_head_is_refused_as_by_trl(method, tmp_path):
+    data = {
+        "SFT": {"train_dataset": tiny.documents([5, 9])},
+        "DPO": {"train_dataset": tiny.preferences(PAIRS[:2])},
+        "GRPO": {"train_dataset": tiny.prompts([5, 9]), "reward_funcs": reward},
+    }[method]
+    for trainer, config in pair(method):
+        options = {"num_generations": 2} if method == "GRPO" else {}
+        with pytest.raises(
+            ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"
+        ):
+            trainer(
+                model=tiny.llama(),
+                args=config(**parity.settings(tmp_path, **options)),
+                processing_class=tiny.tokenizer(),
+                peft_config=LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
+                **data,
+            )
+
+
+@pytest.mark.parametrize("method", ["SFT", "DPO", "GRPO"])
+def test_mixture_of_experts(method, tmp_path):
+    data = {
+        "SFT": {"train_dataset": tiny.documents(LENGTHS)},
+        "DPO": {"train_dataset": tiny.preferences(PAIRS)},
+        "GRPO": {
+            "train_dataset": tiny.prompts(LENGTHS),
+            "reward_funcs": reward,
+            "online": True,
+            "options": ONLINE,
+        },
+    }[method]
+    stock, _ = assert_parity(method, tmp_path, model=tiny.mixtral, **data)
+    assert stock.state.log_history[0]["aux_loss"] > 0
+
+
+def test_tied_embeddings(tmp_path):
+    assert_parity(
+        "SFT",
+        tmp_path,
+        model=lambda: tiny.llama(tie_word_embeddings=True),
+        train_dataset=tiny.documents(LENGTHS),
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_sft_evaluates_between_steps(loss_type, tmp_path):
+    stock, _ = assert_parity(
+        "SFT",
+        tmp_path,
+        options={"eval_strategy": "steps", "eval_steps": 2, "loss_type": loss_type},
+        train_dataset=tiny.documents(LENGTHS),
+        eval_dataset={
+            "short": tiny.documents([3, 4], seed=5),
+            "long": tiny.documents([30], seed=6),
+        },
+    )
+    evaluations = [entry for entry in stock.state.log_history if "eval_long_loss" in entry]
+    assert len(evaluations) >= 2
+
+
+def test_dpo_with_weighting_and_eval(tmp_path):
+    assert_parity(
+        "DPO",
+        tmp_path,
+        options={
+            "use_weighting": True,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "precompute_ref_log_probs": True,
+        },
+        train_dataset=tiny.preferences(PAIRS),
+        eval_dataset=tiny.preferences(PAIRS[:3], seed=9),
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_generation_after_training_is_that_of_a_fresh_model(checkpointing, tmp_path):
+    trainer, config = pair("SFT")[1]
+    trained = trainer(
+        model=tiny.llama(),
+        args=config(**parity.settings(tmp_path, gradient_checkpointing=checkpointing)),
+        train_dataset=tiny.documents(LENGTHS),
+        processing_class=tiny.tokenizer(),
+    )
+    trained.train()
+    assert trained.model.is_gradient_checkpointing == checkpointing
+    fresh = tiny.llama()
+    fresh.load_state_dict(trained.model.state_dict())
+    ids = torch.tensor([[7, 8, 9]])
+    texts = [
+        model.cpu().eval().generate(ids, max_new_tokens=8, do_sample=False).tolist()
+        for model in (trained.model, fresh)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_checkpointing_is_on_by_default(tmp_path):
+    trainer, config = pair("SFT")[1]
+    built = trainer(
+        model=tiny.llama(),
+        args=config(**parity.settings(tmp_path)),
+        train_dataset=tiny.documents(LENGTHS),
+        processing_class=tiny.tokenizer(),
+    )
+    built.train()
+    assert built.args.gradient_checkpointing
+    assert built.model.is_gradient_checkpointing
+
+
+def test_small_scratch_changes_no_number(tmp_path):
+    """One token of float32 logits needs 512 bytes here, so the head works in very small tiles."""
+    trainer, config = pair("SFT")[1]
+
+    def build(scratch):
+        return trainer(
+            model=tiny.llama(),
+            args=config(**parity.settings(tmp_path, lm_head_scratch_bytes=scratch)),
+            train_dataset=tiny.documents(LENGTHS),
+            processing_class=tiny.tokenizer(),
+        )
+
+    parity.assert_parity(lambda: build(None), lambda: build(1 << 16))
