@@ -226,7 +226,7 @@ def _assert_gradients(
     compute_dtype: torch.dtype,
 ) -> None:
     operands = {"hidden": case.weight, "weight": case.hidden, "bias": case.weight.new_ones(1)}
-    steepest = sum(largest(gradient) for gradient in upstream.values())
+    steepest = sum(largest(gradient) for gradient in upstream.values()) * _slope(case.transform)
     for name, operand in operands.items():
         gradient, expected = ours.gradients[name], true.gradients[name]
         leaf = getattr(case, name)
@@ -246,6 +246,14 @@ def _assert_gradients(
             compute_dtype,
         )
         _assert_close(f"gradient of {name}", gradient, expected, allowed)
+
+
+def _slope(transform: Transform) -> float:
+    """The largest d z / d raw logit."""
+    temperature = transform.temperature
+    if isinstance(temperature, Tensor):
+        temperature = float(temperature.min()) if temperature.numel() else 1.0
+    return abs(transform.scale) / temperature
 
 
 def _assert_top1(case: Case, value: Tensor, true: Evaluation, compute_dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """Rows on which a careless softmax breaks: certain, impossible, masked, offset, overflowing."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lm_head_checks import (
     truth,
     upstream_for,
 )
+from lm_head_tolerances import statistics_dtype
 from torch import Tensor
 
 MINUS_INFINITY = float("-inf")
@@ -43,24 +45,28 @@ def test_certain_target_keeps_its_tiny_log_prob(
         logits = torch.zeros(1, vocabulary)
         logits[0, target] = gap
         case = exact_logits_case(logits, torch.tensor([target]), dtype, device)
-        bias = torch.zeros(vocabulary, device=device, dtype=torch.float32)
-        case = Case(case.hidden, case.weight, case.targets, bias.to(dtype))
-        upstream = {"log_probs": torch.ones(1, device=device)}
-        ours = run(case, OUTPUTS, upstream)
-        tail = (vocabulary - 1) * math.exp(-gap)
-        log_prob = float(ours.outputs["log_probs"])
-        assert math.isclose(log_prob, -math.log1p(tail), rel_tol=1e-4), (vocabulary, target)
-        true = truth(case, upstream)
-        entropy = float(true.outputs["entropy"])
-        assert math.isclose(float(ours.outputs["entropy"]), entropy, rel_tol=1e-4)
-        squares = float(true.outputs["log_sum_sq_probs"])
-        assert math.isclose(float(ours.outputs["log_sum_sq_probs"]), squares, rel_tol=1e-4)
-        gradient, expected = ours.gradients["bias"], true.gradients["bias"]
-        assert gradient is not None and expected is not None
+        case = replace(case, bias=torch.zeros(vocabulary, device=device, dtype=dtype))
+        ours = run(case, OUTPUTS, {"log_probs": torch.ones(1, device=device)})
+        # Closed forms: the float64 oracle itself loses digits here.
+        odds = (vocabulary - 1) * math.exp(-gap)
+        expected = {
+            "log_probs": -math.log1p(odds),
+            "entropy": math.log1p(odds) + gap * odds / (1 + odds),
+            "log_sum_sq_probs": math.log1p((vocabulary - 1) * math.exp(-2 * gap))
+            - 2 * math.log1p(odds),
+            "log_normalizer": gap + math.log1p(odds),
+        }
+        for name, value in expected.items():
+            found = float(ours.outputs[name])
+            assert math.isclose(found, value, rel_tol=1e-4), (name, vocabulary, target)
+        slopes = torch.full((vocabulary,), -math.exp(-gap) / (1 + odds), dtype=torch.float64)
+        slopes[target] = odds / (1 + odds)
+        gradient = ours.gradients["bias"]
+        assert gradient is not None
         relative = 1e-4 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
         floor = 1e-30 if dtype != torch.float16 else 6e-8  # one float16 subnormal
-        difference = (gradient.double() - expected).abs()
-        assert (difference <= relative * expected.abs() + floor).all(), (vocabulary, target)
+        difference = (gradient.double().cpu() - slopes).abs()
+        assert (difference <= relative * slopes.abs() + floor).all(), (vocabulary, target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -207,10 +213,10 @@ def test_a12_fp16_logits_beyond_65504(softcap: float | None, device: torch.devic
     ours = run(case, OUTPUTS, upstream)
     # float32 products of the same float16 numbers: exact up to float32's own roundoff.
     assert_close_to_upcast(case, ours.outputs, largest(logits))
-    for name in ("hidden", "weight"):
-        gradient = ours.gradients[name]
-        assert gradient is not None
-        assert torch.isfinite(gradient[gradient.isfinite() | gradient.isnan()]).all(), name
+    # Gradients of the weight are small enough for float16; those of hidden are not (30000 * 2^-8).
+    gradient, expected = ours.gradients["weight"], truth(case, upstream).gradients["weight"]
+    assert gradient is not None and expected is not None
+    assert error(gradient, expected) <= 2e-3 * largest(expected)
 
 
 def assert_close_to_upcast(case: Case, outputs: dict[str, Tensor], largest_logit: float) -> None:
@@ -219,7 +225,7 @@ def assert_close_to_upcast(case: Case, outputs: dict[str, Tensor], largest_logit
         assert error(outputs[name], expected[name]) <= 1e-5 * largest_logit, name
 
 
-@pytest.mark.parametrize("exponent", [-14, -20, -24, 10])
+@pytest.mark.parametrize("exponent", [-14, -20, -24, 4])
 @pytest.mark.parametrize("name", ["log_probs", "entropy", "log_normalizer"])
 def test_fp16_gradients_do_not_underflow(name: str, exponent: int, device: torch.device) -> None:
     """Upstream gradients of 2^-20 (a mean over 1e6 tokens): dlogits must not be flushed to zero.
@@ -247,10 +253,10 @@ def test_rows_of_dlogits_sum_to_zero(name: str, dtype: torch.dtype, device: torc
     gradient = run(case, (name,), upstream).gradients["bias"]
     assert gradient is not None
     magnitude = float(gradient.double().abs().sum())
-    # Each of 300 sums over rows is rounded once to the dtype of the bias.
-    allowed = magnitude * torch.finfo(dtype).eps + 300 * 64 * torch.finfo(torch.float32).eps * (
-        dtype != torch.float64
-    ) * 1e-2
+    # Each of 300 sums over rows is rounded once to the dtype of the bias; each row's probabilities
+    # add up to 1 but for some units in the last place of the statistics.
+    statistics = torch.finfo(statistics_dtype(dtype)).eps
+    allowed = magnitude * (torch.finfo(dtype).eps + 16 * statistics) + 64 * 16 * statistics
     assert abs(float(gradient.double().sum())) <= allowed
 
 

@@ -19,14 +19,15 @@ def footprint(case: Case, outputs: tuple[str, ...], frozen: tuple[str, ...], scr
 
     leaves = case.leaves(frozen)
 
+    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+
     def step() -> object:
-        for leaf in leaves.values():
-            leaf.grad = None
         result = call(case, leaves, outputs, scratch_bytes=scratch)
         values = [v for v in result if v is not None and v.requires_grad]
-        if values:
-            torch.autograd.backward(values, [torch.ones_like(v) for v in values])
-        return result
+        if not values:
+            return result
+        ones = [torch.ones_like(value) for value in values]
+        return result, torch.autograd.grad(values, wanted, ones)
 
     return measure(step, case.hidden.device)
 
