@@ -15,6 +15,7 @@ try:
     import triton.language as tl
 except ImportError:
     TRITON_AVAILABLE = False
+    tl = None  # kernels name it in their bodies only
 
     def jit(function: Function) -> Any:
         """Return `function` unchanged: without Triton it is never launched."""

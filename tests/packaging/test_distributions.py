@@ -12,7 +12,7 @@ from packaging_tools import NAMES, ROOT, build_pure, clean_environment, copy_tre
 VERSION = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
 OPTIONAL = ("triton", "transformers", "trl", "accelerate", "datasets", "peft")
 IMPORT_CORE = f"""
-import sys, lowpeak, lowpeak.kernels
+import sys, lowpeak, lowpeak.cli, lowpeak.kernels, lowpeak.memory, torch
 loaded = set({OPTIONAL!r}) & sys.modules.keys()
 assert not loaded, loaded
 for name in {OPTIONAL!r}:
@@ -22,6 +22,9 @@ for name in {OPTIONAL!r}:
         continue
     raise AssertionError(name + " is in the environment that should lack it")
 print(lowpeak.__file__)
+hidden, weight = torch.ones(2, 3), torch.eye(3)
+out = lowpeak.fused_lm_head(hidden, weight, torch.tensor([0, 2]))
+torch.testing.assert_close(out.log_probs, torch.full((2,), -torch.tensor(3.0).log().item()))
 """
 # What a name of a file inside an sdist or a wheel must not contain.
 LITTER = ("stale", ".cache", "CMakeCache", "__pycache__", "/tests/", ".git", "/build/")
