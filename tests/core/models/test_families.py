@@ -211,9 +211,7 @@ def test_a11_float32_head_behind_bfloat16_hidden_states(autocast: bool) -> None:
     assert output.log_probs.dtype == torch.float32
     # under autocast the weight is rounded to bfloat16: logits of 16 are off by up to 0.06
     tolerance = 0.1 if autocast else 1e-4
-    torch.testing.assert_close(
-        output.log_probs[mask].double(), expected, rtol=0, atol=tolerance
-    )
+    torch.testing.assert_close(output.log_probs[mask].double(), expected, rtol=0, atol=tolerance)
     output.loss.backward()
     assert model.lm_head.weight.grad.dtype == torch.float32
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -105,9 +105,7 @@ def test_unknown_post_processing_goes_through_the_models_own_head(
     assert "the model's own head runs on a tile of tokens" in message
     own = own_scores(model, batch, temperature)
     for name in ("log_probs", "mean_logits", "log_sum_sq_probs", "is_top1", "loss"):
-        torch.testing.assert_close(
-            fused[name], own[name], check_dtype=False, rtol=1e-5, atol=2e-5
-        )
+        torch.testing.assert_close(fused[name], own[name], check_dtype=False, rtol=1e-5, atol=2e-5)
     if model_class is not BiasBuffer:  # where Categorical is no oracle: 0 * -inf
         torch.testing.assert_close(
             fused.entropy, own["entropy"], check_dtype=False, rtol=1e-5, atol=2e-5
