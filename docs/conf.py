@@ -12,7 +12,13 @@ author = "The lowpeak developers"
 copyright = "2026, the lowpeak developers"
 release = (ROOT / "VERSION").read_text(encoding="utf-8").strip()
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"lowpeak {release}"
