@@ -33,7 +33,7 @@ def settings(folder: Path, **overrides: Any) -> dict[str, Any]:
         "bf16": False,
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": not (torch.cuda.is_available() or torch.xpu.is_available()),
         "dataloader_pin_memory": False,
         **overrides,
     }

@@ -98,6 +98,7 @@ GRPO_CASES = {
     "entropy_bonus": {"entropy_coef": 0.01},
     "temperature": {"temperature": 0.7, "beta": 0.04},
     "two_iterations": {"num_iterations": 2},
+    "float32_head": {"cast_lm_head_to_fp32": True},
 }
 
 

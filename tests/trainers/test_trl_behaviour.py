@@ -221,3 +221,55 @@ def test_small_scratch_changes_no_number(tmp_path):
         )
 
     parity.assert_parity(lambda: build(None), lambda: build(1 << 16))
+
+
+@pytest.mark.parametrize("method", ["SFT", "DPO"])
+def test_mixed_precision(method, tmp_path):
+    """float32 weights under bfloat16 autocast, TRL's default: 5e-2 is six roundings of bfloat16."""
+    data = {"SFT": tiny.documents(LENGTHS), "DPO": tiny.preferences(PAIRS)}[method]
+    losses = []
+    for trainer, config in pair(method):
+        trained = trainer(
+            model=tiny.llama(),
+            args=config(**parity.settings(tmp_path, bf16=True)),
+            train_dataset=data,
+            processing_class=tiny.tokenizer(),
+            **({"ref_model": tiny.llama(seed=1)} if method == "DPO" else {}),
+        )
+        trained.train()
+        losses.append([entry["loss"] for entry in trained.state.log_history[: parity.STEPS]])
+    assert len(losses[0]) == parity.STEPS
+    assert losses[1] == pytest.approx(losses[0], rel=5e-2)
+
+
+def test_cast_head_of_a_bfloat16_model(tmp_path):
+    """GRPO's cast_lm_head_to_fp32: the head is float32, the rest bfloat16."""
+    path = tiny.save(tiny.llama().bfloat16(), tmp_path / "model")
+    record = parity.CompletionRecord()
+    logs = []
+    for (trainer, config), use_record in zip(
+        pair("GRPO"), (record.record, record.replay), strict=True
+    ):
+        built = trainer(
+            model=path,
+            reward_funcs=reward,
+            args=config(
+                **parity.settings(
+                    tmp_path,
+                    max_steps=1,
+                    cast_lm_head_to_fp32=True,
+                    beta=0.04,
+                    model_init_kwargs={"dtype": "bfloat16"},
+                    **ONLINE,
+                )
+            ),
+            train_dataset=tiny.prompts(LENGTHS),
+            processing_class=tiny.tokenizer(),
+        )
+        assert built.model.lm_head.weight.dtype == torch.float32
+        use_record(built)
+        built.train()
+        logs.append(built.state.log_history[0])
+    for name in ("loss", "entropy", "kl"):
+        assert logs[1][name] == pytest.approx(logs[0][name], rel=1e-4, abs=1e-5)
+    assert logs[1]["grad_norm"] == pytest.approx(logs[0]["grad_norm"], rel=1e-2)

@@ -13,7 +13,7 @@ from .mixin import LowpeakMixin
 
 @dataclass
 class DPOConfig(MemoryConfig, trl.DPOConfig):
-    """Settings of `trl.DPOConfig` and of `lowpeak.MemoryConfig`, all of them on the command line."""
+    """Settings of `trl.DPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 
 class DPOTrainer(LowpeakMixin, trl.DPOTrainer):

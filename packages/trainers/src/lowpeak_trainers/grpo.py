@@ -13,7 +13,7 @@ from .mixin import LowpeakMixin
 
 @dataclass
 class GRPOConfig(MemoryConfig, trl.GRPOConfig):
-    """Settings of `trl.GRPOConfig` and of `lowpeak.MemoryConfig`, all of them on the command line."""
+    """Settings of `trl.GRPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 
 class GRPOTrainer(LowpeakMixin, trl.GRPOTrainer):

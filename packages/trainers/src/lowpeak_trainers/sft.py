@@ -13,7 +13,7 @@ from .mixin import LowpeakMixin
 
 @dataclass
 class SFTConfig(MemoryConfig, trl.SFTConfig):
-    """Settings of `trl.SFTConfig` and of `lowpeak.MemoryConfig`, all of them on the command line."""
+    """Settings of `trl.SFTConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 
 class SFTTrainer(LowpeakMixin, trl.SFTTrainer):
