@@ -34,7 +34,7 @@ def _plain_float32() -> Iterator[None]:
 
 @pytest.mark.parametrize("scratch", [None, 16384 * 151936 * 2 + (1 << 30)], ids=["tiles", "one"])
 def test_more_than_two_to_the_31_logits(scratch: int | None, device: torch.device) -> None:
-    """N * V = 2.5e9: a 32-bit offset into the logits would wrap. One tile of 5 GB holds them all."""
+    """N * V = 2.5e9: a 32-bit offset into the logits would wrap; "one" tile of 5 GB holds all."""
     rows, vocabulary = 16384, 151936
     case = make_case(rows, vocabulary, 64, torch.bfloat16, device, bias=False, ignored=0.0)
     upstream = upstream_for(case, ("log_probs", "entropy"))
@@ -48,7 +48,6 @@ def test_more_than_two_to_the_31_logits(scratch: int | None, device: torch.devic
     for name in ("log_probs", "entropy"):
         assert error(ours.outputs[name][picked], sampled.outputs[name]) <= 4 * unit, name
     gradient, expected = ours.gradients["hidden"], sampled.gradients["hidden"]
-    assert gradient is not None and expected is not None
     assert error(gradient[picked], expected) <= 0.02 * largest(expected)
     assert_weight_blocks(case, ours, upstream, vocabulary)
 
@@ -90,9 +89,7 @@ def test_realistic_shape(backend: str, dtype: torch.dtype, device: torch.device)
 
 
 @pytest.mark.parametrize("outputs", [("log_probs",), OUTPUTS], ids=["log_probs", "all"])
-def test_cuda_graph_of_forward_and_backward(
-    outputs: tuple[str, ...], device: torch.device
-) -> None:
+def test_cuda_graph_of_forward_and_backward(outputs: tuple[str, ...], device: torch.device) -> None:
     """row_selection="all" is captured once and replayed with other data."""
     case = make_case(64, 5000, 64, torch.bfloat16, device)
     leaves = case.leaves()
@@ -202,5 +199,5 @@ def test_second_device_guard(device: torch.device) -> None:
 
 def test_mixed_devices_are_refused(device: torch.device) -> None:
     case = make_case(4, 30, 8, device=device)
-    with pytest.raises(ValueError, match="weight.*hidden|hidden.*weight"):
+    with pytest.raises(ValueError, match=r"weight.*hidden|hidden.*weight"):
         call(case, {**case.leaves(), "hidden": case.hidden.cpu()}, ("log_probs",))

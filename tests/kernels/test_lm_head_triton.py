@@ -81,7 +81,8 @@ def test_many_tiles(row_selection: str, dtype: torch.dtype, device: torch.device
 
 
 @pytest.mark.parametrize("transform", [
-    Transform(), Transform(softcap=4.0, temperature=0.7), Transform(scale=-0.5), Transform(scale=0.0),
+    Transform(), Transform(softcap=4.0, temperature=0.7), Transform(scale=-0.5),
+    Transform(scale=0.0),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("columns", [slice(100, 128), slice(0, 64), slice(1, 128)], ids=str)
 def test_a7_masked_columns(columns: slice, transform: Transform, device: torch.device) -> None:
@@ -111,9 +112,7 @@ def test_common_offset(offset: float, device: torch.device) -> None:
 
 @pytest.mark.parametrize("target", [0, 64, 129])
 @pytest.mark.parametrize("gap", [20.75, 104.0, -104.0, -3000.0])
-def test_certain_and_impossible_targets(
-    gap: float, target: int, device: torch.device
-) -> None:
+def test_certain_and_impossible_targets(gap: float, target: int, device: torch.device) -> None:
     logits = torch.zeros(130, 1)
     logits[target] = gap
     case = make_case(1, 130, 1, device=device, ignored=0.0)
@@ -152,7 +151,6 @@ def test_equals_the_torch_backend(dtype: torch.dtype, device: torch.device) -> N
     assert torch.equal(triton.outputs["is_top1"], plain.outputs["is_top1"])
     for name in ("hidden", "weight", "bias"):
         one, two = triton.gradients[name], plain.gradients[name]
-        assert one is not None and two is not None
         unit = float(two.double().abs().max()) * torch.finfo(dtype).eps
         assert error(one, two) <= 2 * unit + 1e-5, name
 
@@ -166,7 +164,7 @@ def test_repeats_are_bitwise_equal(device: torch.device) -> None:
         assert torch.equal(first.outputs[name], second.outputs[name]), name
     for name in ("hidden", "weight", "bias"):
         one, two = first.gradients[name], second.gradients[name]
-        assert one is not None and two is not None and torch.equal(one, two), name
+        assert torch.equal(one, two), name
 
 
 def test_float64_is_refused_in_words(device: torch.device) -> None:

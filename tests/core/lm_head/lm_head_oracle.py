@@ -5,6 +5,7 @@ Everything here is written from the contract of `fused_lm_head`, never from its 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,14 @@ DIFFERENTIABLE = OUTPUTS[:-1]
 
 @dataclass(frozen=True)
 class Transform:
-    """The logit transform as plain numbers; temperature is a float or a tensor shaped like targets."""
+    """The logit transform as plain numbers; temperature a float or shaped like targets."""
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float | Tensor = 1.0
+
+
+IDENTITY = Transform()
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Evaluation:
     """Outputs and gradients of one evaluation, all detached."""
 
     outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Any]
     largest_logit: float
 
 
@@ -90,7 +94,7 @@ def evaluate(
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
-    transform: Transform = Transform(),  # noqa: B008 (frozen)
+    transform: Transform = IDENTITY,
     *,
     ignore_index: int = -100,
     upstream: Mapping[str, Tensor] | None = None,
@@ -111,7 +115,7 @@ def evaluate(
         leaves["hidden"], leaves["weight"], leaves.get("bias"), transform, dtype
     )
     outputs = statistics(logits, targets, ignore_index)
-    gradients: dict[str, Tensor | None] = dict.fromkeys(("hidden", "weight", "bias"))
+    gradients: dict[str, Any] = dict.fromkeys(("hidden", "weight", "bias"))
     if upstream:
         names = list(upstream)
         torch.autograd.backward(

@@ -15,8 +15,8 @@ FACTOR = 2.0
 # many tiles, the error may exceed that of one tile by this factor, and by no power of their number.
 TILES_FACTOR = 1.2
 
-# float64 has no yardstick here (the oracle is float64 itself): sums of some hundred terms in another
-# order differ by this many units.
+# float64 has no yardstick here (the oracle is float64 itself): sums of some hundred terms in
+# another order differ by this many units.
 FLOAT64_UNITS = 256
 
 EPSILON = {

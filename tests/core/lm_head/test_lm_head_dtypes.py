@@ -4,14 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lm_head_checks import OUTPUTS, Case, Transform, assert_exact, assert_matches, backward, call
-from lm_head_checks import make_case, upstream_for
+from lm_head_checks import (
+    OUTPUTS,
+    Case,
+    Transform,
+    assert_exact,
+    assert_matches,
+    backward,
+    call,
+    make_case,
+    upstream_for,
+)
 from lm_head_oracle import Evaluation
 
 CAPPED = Transform(softcap=8.0, temperature=0.8)
 
 
-def autocast_run(case: Case, autocast: torch.dtype, device: torch.device) -> tuple[Case, Evaluation, dict]:
+def autocast_run(
+    case: Case, autocast: torch.dtype, device: torch.device
+) -> tuple[Case, Evaluation, dict]:
     """Forward under autocast, backward outside (as training does); the case as autocast sees it."""
     leaves = case.leaves()
     upstream = upstream_for(case)
@@ -56,7 +67,7 @@ def test_a11_autocast_disabled_inside(device: torch.device) -> None:
 def test_a11_mixed_dtypes_promote(
     hidden: torch.dtype, weight: torch.dtype, bias: torch.dtype, device: torch.device
 ) -> None:
-    """Without autocast hidden and weight are promoted (fp32 head for RL); the bias adds in float32."""
+    """Without autocast hidden and weight are promoted (fp32 head for RL), bias is not."""
     base = make_case((5, 7), 127, 20, device=device, transform=CAPPED)
     assert base.bias is not None
     case = replace(
@@ -73,7 +84,9 @@ def test_float64_with_float32_promotes(mixed: str, device: torch.device) -> None
 
 
 @pytest.mark.parametrize("targets", [torch.int32, torch.int16, torch.uint8], ids=str)
-def test_integer_targets_either_work_or_are_refused(targets: torch.dtype, device: torch.device) -> None:
+def test_integer_targets_either_work_or_are_refused(
+    targets: torch.dtype, device: torch.device
+) -> None:
     """The contract says int64. Another integer dtype must not give a silently different value."""
     case = make_case(9, 31, 8, device=device, ignored=0.0)
     other = replace(case, targets=case.targets.to(targets))

@@ -25,7 +25,9 @@ from torch import Tensor
 MINUS_INFINITY = float("-inf")
 
 
-def exact_logits_case(logits: Tensor, targets: Tensor, dtype: torch.dtype, device: torch.device) -> Case:
+def exact_logits_case(
+    logits: Tensor, targets: Tensor, dtype: torch.dtype, device: torch.device
+) -> Case:
     """A case of one row or more with these very logits: hidden is the identity."""
     rows = logits.shape[0]
     hidden = torch.eye(rows, device=device, dtype=dtype)
@@ -118,7 +120,9 @@ def test_common_offset_cancels(offset: float, dtype: torch.dtype, device: torch.
     assert_exact(moved)
 
 
-def masked_case(columns: slice, dtype: torch.dtype, device: torch.device, vocabulary: int = 128) -> Case:
+def masked_case(
+    columns: slice, dtype: torch.dtype, device: torch.device, vocabulary: int = 128
+) -> Case:
     """bias -inf on some columns, and no target among them."""
     case = make_case(40, vocabulary, 20, dtype, device)
     bias = case.bias.clone()
@@ -132,12 +136,13 @@ def masked_case(columns: slice, dtype: torch.dtype, device: torch.device, vocabu
 @pytest.mark.parametrize("columns", [
     slice(100, 128), slice(0, 1), slice(0, 64), slice(32, 96), slice(1, 128), slice(0, 127),
 ], ids=str)  # fmt: skip
-def test_a7_entropy_with_masked_columns(columns: slice, dtype: torch.dtype, device: torch.device) -> None:
+def test_a7_entropy_with_masked_columns(
+    columns: slice, dtype: torch.dtype, device: torch.device
+) -> None:
     case = masked_case(columns, dtype, device)
     names = [name for name in OUTPUTS if name != "mean_logits"]
     ours = assert_exact(case, names)
     weight, bias = ours.gradients["weight"], ours.gradients["bias"]
-    assert weight is not None and bias is not None
     assert (weight[columns] == 0).all()
     assert (bias[columns] == 0).all()
     if dtype != torch.bfloat16:
@@ -151,7 +156,9 @@ def test_a7_entropy_with_masked_columns(columns: slice, dtype: torch.dtype, devi
 @pytest.mark.parametrize("transform", [
     Transform(softcap=4.0, temperature=0.7), Transform(scale=-0.5), Transform(scale=0.0),
 ], ids=str)  # fmt: skip
-def test_a7_masked_columns_stay_masked_by_any_transform(transform: Transform, device: torch.device) -> None:
+def test_a7_masked_columns_stay_masked_by_any_transform(
+    transform: Transform, device: torch.device
+) -> None:
     """softcap * tanh(-inf) would be -softcap, a negative scale +inf, a zero scale NaN."""
     case = masked_case(slice(20, 90), torch.float32, device)
     case = Case(case.hidden, case.weight, case.targets, case.bias, transform)
@@ -215,7 +222,6 @@ def test_a12_fp16_logits_beyond_65504(softcap: float | None, device: torch.devic
     assert_close_to_upcast(case, ours.outputs, largest(logits))
     # Gradients of the weight are small enough for float16; those of hidden are not (30000 * 2^-8).
     gradient, expected = ours.gradients["weight"], truth(case, upstream).gradients["weight"]
-    assert gradient is not None and expected is not None
     assert error(gradient, expected) <= 2e-3 * largest(expected)
 
 
@@ -238,7 +244,6 @@ def test_fp16_gradients_do_not_underflow(name: str, exponent: int, device: torch
     ours, true = run(case, (name,), upstream), truth(case, upstream)
     for parameter in ("weight", "bias"):
         gradient, expected = ours.gradients[parameter], true.gradients[parameter]
-        assert gradient is not None and expected is not None
         # 2^-25: half a subnormal of float16, the rounding of the result itself.
         allowed = 4e-3 * largest(expected) + 2.0**-25
         assert error(gradient, expected) <= allowed, parameter

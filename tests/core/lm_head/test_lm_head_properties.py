@@ -5,8 +5,15 @@ from dataclasses import replace
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lm_head_checks import DIFFERENTIABLE, OUTPUTS, Case, Transform, assert_exact, make_case
-from lm_head_checks import upstream_for
+from lm_head_checks import (
+    DIFFERENTIABLE,
+    OUTPUTS,
+    Case,
+    Transform,
+    assert_exact,
+    make_case,
+    upstream_for,
+)
 from lm_head_tolerances import ALL_DTYPES
 
 NUMBERS = st.floats(0.25, 4.0, allow_nan=False)

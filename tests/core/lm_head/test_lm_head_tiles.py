@@ -32,10 +32,7 @@ def smallest_scratch(case: Case) -> int:
             result = call(case, leaves, OUTPUTS, scratch_bytes=needed)
             result.entropy.sum().backward()
         except ValueError as refusal:
-            stated = re.search(r"at least (\d+)", str(refusal))
-            assert stated is not None, str(refusal)
-            assert int(stated.group(1)) > needed
-            needed = int(stated.group(1))
+            needed = larger(needed, str(refusal))
         else:
             return needed
 
@@ -62,7 +59,6 @@ def test_error_does_not_grow_with_tiles(dtype: torch.dtype, device: torch.device
     many = run(case, OUTPUTS, upstream, scratch_bytes=smallest_scratch(case))
     for name in ("hidden", "weight", "bias"):
         exact, single, tiled = true.gradients[name], one.gradients[name], many.gradients[name]
-        assert exact is not None and single is not None and tiled is not None
         floor = float(exact.square().mean().sqrt()) * torch.finfo(dtype).eps / 4
         assert rms(tiled, exact) <= TILES_FACTOR * rms(single, exact) + floor, name
     for name in DIFFERENTIABLE:
@@ -70,6 +66,14 @@ def test_error_does_not_grow_with_tiles(dtype: torch.dtype, device: torch.device
         floor = 4 * torch.finfo(single.dtype).eps * float(true.outputs[name].abs().max())
         allowed = TILES_FACTOR * error(single, true.outputs[name]) + floor
         assert error(tiled, true.outputs[name]) <= allowed, name
+
+
+def larger(refused: int, message: str) -> int:
+    """The number of bytes that a refusal asks for."""
+    stated = re.search(r"at least (\d+)", message)
+    assert stated is not None, message
+    assert int(stated.group(1)) > refused
+    return int(stated.group(1))
 
 
 def rms(value: Tensor, exact: Tensor) -> float:
@@ -88,7 +92,6 @@ def test_a10_weight_gradient_is_not_summed_in_half_precision(
         upstream = {"log_probs": torch.full((rows,), -1.0, device=device)}
         exact = truth(case, upstream).gradients["weight"]
         ours = run(case, ("log_probs",), upstream, scratch_bytes=scratch).gradients["weight"]
-        assert exact is not None and ours is not None
         weight = case.weight.clone().requires_grad_()
         log_p = (case.hidden @ weight.T).float().log_softmax(-1)
         (-log_p.gather(1, case.targets.unsqueeze(1)).sum()).backward()
@@ -113,7 +116,6 @@ def test_repeats_are_bitwise_equal(
         assert torch.equal(first.outputs[name], second.outputs[name]), name
     for name in ("hidden", "weight", "bias"):
         one, two = first.gradients[name], second.gradients[name]
-        assert one is not None and two is not None
         assert torch.equal(one, two), name
 
 
@@ -126,7 +128,6 @@ def test_valid_and_all_rows_agree(device: torch.device) -> None:
         assert error(valid.outputs[name], every.outputs[name]) <= 4e-6, name
     for name in ("hidden", "weight", "bias"):
         one, two = valid.gradients[name], every.gradients[name]
-        assert one is not None and two is not None
         assert error(one, two) <= 1e-5, name
 
 
