@@ -19,8 +19,8 @@ from .triton_shim import jit, tl
 
 NEGATIVE_INFINITY = -float("inf")
 
-_BLOCK = 4096
-_WARPS = 8
+_BLOCK = 2048
+_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -149,65 +149,67 @@ def lm_head_fold_kernel(
     tile_ptr += row * row_stride
     target = tl.load(targets_ptr + row) - start
     if ROW_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row).to(tl.float32)
+        temperature = tl.load(temperature_ptr + row)
     inverse_temperature = 1.0 / temperature
 
+    if (target >= 0) & (target < width):
+        x = tl.load(tile_ptr + target).to(tl.float32)
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + target).to(tl.float32)
+        z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+        tl.store(target_ptr + row, z)
+
+    # Sums are kept by lane and reduced once; only the maximum is reduced in every block.
     maximum = tl.load(maximum_ptr + row)
-    sum_exp = tl.load(sum_exp_ptr + row)
-    target_logit = tl.load(target_ptr + row)
+    lanes = tl.arange(0, BLOCK)
+    sum_exp = tl.where(lanes == 0, tl.load(sum_exp_ptr + row), 0.0)
     if ENTROPY:
-        centred = tl.load(centred_ptr + row)
+        centred = tl.where(lanes == 0, tl.load(centred_ptr + row), 0.0)
     if SQUARES:
-        squares = tl.load(squares_ptr + row)
+        squares = tl.where(lanes == 0, tl.load(squares_ptr + row), 0.0)
     if MEAN:
-        total = tl.load(total_ptr + row)
+        total = tl.zeros([BLOCK], tl.float32)
     if TOP1:
-        maximum_before = tl.load(maximum_before_ptr + row)
+        before = tl.full([BLOCK], float("-inf"), tl.float32)
 
     for offset in range(0, width, BLOCK):
-        columns = offset + tl.arange(0, BLOCK)
+        columns = offset + lanes
         inside = columns < width
         x = tl.load(tile_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
         if MEAN:
-            total += tl.sum(tl.where(inside, z, 0.0))
-        z = tl.where(inside, z, float("-inf"))
-        if TOP1:
-            before = tl.max(tl.where(columns < target, z, float("-inf")))
-            maximum_before = tl.maximum(maximum_before, before)
-        is_target = columns == target
-        # a sum picks the one value, NaN and -inf included
-        hit = tl.sum(tl.where(is_target, z, 0.0))
-        here = (target >= offset) & (target < offset + BLOCK) & (target < width)
-        target_logit = tl.where(here, hit, target_logit)
-        z = tl.where(is_target, float("-inf"), z)
+            total += tl.where(inside, z, 0.0)
+        z = tl.where(inside & (columns != target), z, float("-inf"))
+        if TOP1 and offset < target:
+            before = tl.maximum(before, tl.where(columns < target, z, float("-inf")))
 
         new = tl.maximum(maximum, tl.max(z))
         centre = tl.where(new == float("-inf"), 0.0, new)
         shrink = tl.exp(maximum - centre)
-        z = z - centre
+        z -= centre
         weights = tl.exp(z)
         if ENTROPY:
-            shift = tl.where(sum_exp > 0, sum_exp * (maximum - centre), 0.0)
-            centred = (centred + shift) * shrink + tl.sum(tl.where(weights == 0, 0.0, weights * z))
+            shift = tl.where(maximum == float("-inf"), 0.0, maximum - centre)
+            # exp(z) is 0 below -104: the bound turns 0 * -inf into 0
+            centred = (centred + shift * sum_exp) * shrink + weights * tl.maximum(z, -200.0)
         if SQUARES:
-            squares = squares * shrink * shrink + tl.sum(weights * weights)
-        sum_exp = sum_exp * shrink + tl.sum(weights)
+            squares = squares * (shrink * shrink) + weights * weights
+        sum_exp = sum_exp * shrink + weights
         maximum = new
 
     tl.store(maximum_ptr + row, maximum)
-    tl.store(sum_exp_ptr + row, sum_exp)
-    tl.store(target_ptr + row, target_logit)
+    tl.store(sum_exp_ptr + row, tl.sum(sum_exp))
     if ENTROPY:
-        tl.store(centred_ptr + row, centred)
+        tl.store(centred_ptr + row, tl.sum(centred))
     if SQUARES:
-        tl.store(squares_ptr + row, squares)
+        tl.store(squares_ptr + row, tl.sum(squares))
     if MEAN:
-        tl.store(total_ptr + row, total)
+        tl.store(total_ptr + row, tl.load(total_ptr + row) + tl.sum(total))
     if TOP1:
-        tl.store(maximum_before_ptr + row, maximum_before)
+        earlier = tl.load(maximum_before_ptr + row)
+        tl.store(maximum_before_ptr + row, tl.maximum(earlier, tl.max(before)))
 
 
 def fold_tile_triton(

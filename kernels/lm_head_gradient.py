@@ -20,8 +20,8 @@ from torch import Tensor
 from .logit_transform import TileTransform, transform_block, transform_tile_torch
 from .triton_shim import jit, tl
 
-_BLOCK = 4096
-_WARPS = 8
+_BLOCK = 2048
+_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def lm_head_gradient_kernel(
     inside = columns < width
     target = tl.load(targets_ptr + row) - start
     if ROW_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row).to(tl.float32)
+        temperature = tl.load(temperature_ptr + row)
     inverse_temperature = 1.0 / temperature
 
     x = tl.load(tile_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)

@@ -67,10 +67,10 @@ def transform_block(
     x, scale, softcap, inverse_temperature, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
     """z of a block x of raw float32 logits (bias added already)."""
-    z = x * scale
     if HAS_SOFTCAP:
-        z = softcap * _tanh(z / softcap)
-    z = z * inverse_temperature
+        z = _tanh(x * (scale / softcap)) * (softcap * inverse_temperature)
+    else:
+        z = x * (scale * inverse_temperature)
     if HAS_BIAS:
         # only a bias masks tokens; the cap or a scale <= 0 would turn -inf into something else
         z = tl.where(x == float("-inf"), float("-inf"), z)

@@ -37,20 +37,22 @@ def run_backward(
     walk = gradients.plan(triton, scratch_bytes)
     in_place = inputs.tile_dtype == inputs.compute_dtype
     buffer = None if in_place else walk.new_buffer(inputs.compute_dtype)
+    parts = [
+        (
+            first,
+            last,
+            inputs.targets[first:last],
+            slice_or_none(inputs.temperature, first, last),
+            coefficients.rows(first, last),
+        )
+        for first, last in walk.row_blocks()
+    ]
     for start, end, block in walk.vocabulary_blocks():
-        for first, last in walk.row_blocks():
+        bias = slice_or_none(inputs.bias, start, end)
+        for first, last, targets, temperature, part in parts:
             logits = walk.logits(first, last, block)
             tile = logits if buffer is None else walk.tile(buffer, *logits.shape)
-            gradient_of(
-                logits,
-                slice_or_none(inputs.bias, start, end),
-                inputs.targets[first:last],
-                slice_or_none(inputs.temperature, first, last),
-                coefficients.rows(first, last),
-                start,
-                transform,
-                tile,
-            )
+            gradient_of(logits, bias, targets, temperature, part, start, transform, tile)
             gradients.add(tile, (first, last), (start, end), block, walk.hidden[first:last])
         gradients.finish_block(start, end)
     return gradients.finish()

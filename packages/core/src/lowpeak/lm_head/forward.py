@@ -31,16 +31,20 @@ def run_forward(
         fold = fold_tile_triton if triton else fold_tile_torch
         cost = tile_cost(inputs, triton, backward=False, weight_block=False)
         walk = TileWalk(inputs, "forward", cost, scratch_bytes)
+        # sliced once: slicing anew for every tile would cost more than launching its kernels
+        parts = [
+            (
+                first,
+                last,
+                inputs.targets[first:last],
+                slice_or_none(inputs.temperature, first, last),
+                sums.rows(first, last),
+            )
+            for first, last in walk.row_blocks()
+        ]
         for start, end, block in walk.vocabulary_blocks():
-            for first, last in walk.row_blocks():
-                fold(
-                    walk.logits(first, last, block),
-                    slice_or_none(inputs.bias, start, end),
-                    inputs.targets[first:last],
-                    slice_or_none(inputs.temperature, first, last),
-                    sums.rows(first, last),
-                    start,
-                    transform,
-                    folded,
-                )
+            bias = slice_or_none(inputs.bias, start, end)
+            for first, last, targets, temperature, part in parts:
+                logits = walk.logits(first, last, block)
+                fold(logits, bias, targets, temperature, part, start, transform, folded)
     return finish_statistics(sums, inputs.weight.size(0), names)
