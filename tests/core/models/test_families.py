@@ -67,7 +67,7 @@ def assert_equals_own(model: PreTrainedModel, temperature: float = 1.0) -> Fused
         torch.testing.assert_close(
             fused[name], value, check_dtype=False, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
         )
-    weights = torch.linspace(-1, 1, own["entropy"].numel()).view_as(own["entropy"])
+    weights = torch.linspace(-1, 1, own["entropy"].numel()).view_as(own["entropy"]).to(model.device)
 
     def objective(scores: dict[str, torch.Tensor]) -> torch.Tensor:
         return scores["loss"] + (scores["entropy"] * weights).sum()
@@ -202,7 +202,7 @@ def test_a11_float32_head_behind_bfloat16_hidden_states(autocast: bool) -> None:
     batch = token_batch()
     with torch.no_grad():
         hidden = model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
         output = model(**batch, fused_lm_head=True)
     z = hidden[:, :-1].double() @ model.lm_head.weight.double().T
     labels = batch["labels"][:, 1:]

@@ -121,7 +121,7 @@ def test_cast_lm_head_to_fp32_leaves_autocast() -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     batch = token_batch()
     install_fused_forward(model, cast_lm_head_to_fp32=True)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+    with torch.autocast(model.device.type, torch.bfloat16), torch.no_grad():
         output = model(**batch, fused_lm_head=True)
         hidden = model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
     z = hidden[:, :-1].double() @ model.lm_head.weight.double().T
@@ -131,10 +131,12 @@ def test_cast_lm_head_to_fp32_leaves_autocast() -> None:
     torch.testing.assert_close(output.log_probs[mask].double(), expected[mask], rtol=0, atol=1e-4)
 
 
-# Dynamo instantiates autograd functions while it traces them.
+# Dynamo instantiates autograd functions and asks any tensor for its gradient while it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")
-def test_torch_compile() -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("family", ["llama", "modernbert_decoder"])
+def test_torch_compile(family: str) -> None:
+    model = tiny_model(family)
     install_fused_forward(model, outputs=("log_probs", "entropy"))
     batch = token_batch()
     expected = model(**batch, fused_lm_head=True)

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from test_families import assert_same_gradients, gradients, own_scores
 from tiny_models import tiny_model, token_batch
@@ -71,7 +72,7 @@ class DependsOnLength(ChangedLogits):
     """Logits that a tile of tokens cannot reproduce."""
 
     def change(self, logits: Tensor) -> Tensor:
-        return logits * torch.arange(1, logits.size(1) + 1).unsqueeze(-1)
+        return logits * torch.arange(1, logits.size(1) + 1, device=logits.device).unsqueeze(-1)
 
 
 def changed_llama(model_class: type[ChangedLogits], head_scale: float = 20.0) -> ChangedLogits:
@@ -80,7 +81,7 @@ def changed_llama(model_class: type[ChangedLogits], head_scale: float = 20.0) ->
     model = model_class(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(head_scale)
-    return model
+    return model.to(tiny_models.DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_self_test_leaves_no_trace() -> None:
 def test_self_test_casts_no_weight_for_the_step_that_follows() -> None:
     model = tiny_model("llama")
     install_fused_forward(model)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         loss = model(**token_batch(), fused_lm_head=True).loss
     loss.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
@@ -217,7 +218,7 @@ def test_head_is_tested_again_when_it_changes(caplog: pytest.LogCaptureFixture) 
         model(**batch, fused_lm_head=True)
         model(**batch, fused_lm_head=True)
         assert len(caplog.messages) == 1
-        model.lm_head = nn.Linear(32, 131)  # with a bias
+        model.lm_head = nn.Linear(32, 131, device=model.device)  # with a bias
         fused = model(**batch, fused_lm_head=True)
         assert len(caplog.messages) == 2
     torch.testing.assert_close(fused.loss, model(**batch).loss, rtol=1e-5, atol=1e-5)

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 # Not a multiple of any tile of the fused head.
 VOCABULARY = 131
+# Where models and batches are made; conftest.py sets it.
+DEVICE = torch.device("cpu")
 
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -207,7 +209,7 @@ def tiny_model(family: str, *, head_scale: float = 40.0, **overrides: Any) -> Pr
         head.weight.mul_(head_scale)
         if head.bias is not None:
             head.bias.normal_()
-    return model
+    return model.to(DEVICE)
 
 
 def tiny_gemma3_with_vision() -> PreTrainedModel:
@@ -224,7 +226,7 @@ def tiny_gemma3_with_vision() -> PreTrainedModel:
     model = transformers.Gemma3ForConditionalGeneration(config)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20.0)
-    return model
+    return model.to(DEVICE)
 
 
 def token_batch(rows: int = 2, length: int = 12, *, ignored: int = 4) -> dict[str, torch.Tensor]:
@@ -235,4 +237,5 @@ def token_batch(rows: int = 2, length: int = 12, *, ignored: int = 4) -> dict[st
     mask[-1, -3:] = 0
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, :ignored] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: value.to(DEVICE) for name, value in batch.items()}

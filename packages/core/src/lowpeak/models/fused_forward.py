@@ -91,12 +91,16 @@ class FusedForward:
         backbone_outputs = model.get_submodule(route.backbone_name)(**arguments)
         hidden = backbone_outputs.last_hidden_state
         if shift_labels is None:
-            hidden, given = hidden[:, :-1], given[:, 1:]
+            # the last position predicts nothing: ignoring it spares a copy of hidden[:, :-1]
+            given = nn.functional.pad(given[:, 1:], (0, 1), value=IGNORE_INDEX)
         head = read_head(model)
         head.require_whole_weight()
         # A device_map can put the head on another device than the end of the backbone.
         targets = given.to(head.weight.device)
         scored = self._score(route, head, hidden.to(head.weight.device), targets)
+        if shift_labels is None:
+            targets = targets[:, :-1]
+            scored = LMHeadOutput(*(None if x is None else x[:, :-1] for x in scored))
         mask = targets != IGNORE_INDEX
         assert scored.log_probs is not None
         loss = -scored.log_probs.sum() / _loss_divisor(mask, num_items_in_batch)
@@ -135,6 +139,7 @@ class FusedForward:
             if head.weight.dtype != torch.float32:  # else fused_lm_head promotes, a tile at a time
                 hidden = hidden.float()
         with autocast:
+            scored: LMHeadOutput
             if route.transform is None:
                 scored = route.own_head.statistics(
                     hidden,

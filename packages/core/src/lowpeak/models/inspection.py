@@ -97,8 +97,8 @@ def _owner_of(module: nn.Module, weight: Tensor) -> nn.Module:
 def _check_weight_is_here(weight: Tensor) -> None:
     if weight.numel() == 0:
         raise ValueError(
-            "the LM head's weight is empty, as under DeepSpeed ZeRO stage 3, which the fused head "
-            "does not support: use stage 2, or set LOWPEAK_DISABLE=head"
+            "the LM head's weight is empty outside its own forward, as under DeepSpeed ZeRO stage "
+            "3, which the fused head does not support: use stage 2, or set LOWPEAK_DISABLE=head"
         )
     if weight.is_meta:
         raise ValueError(

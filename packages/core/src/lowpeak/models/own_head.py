@@ -103,6 +103,7 @@ class OwnHead:
             logits: Tensor = self._forward(**arguments).logits
         return logits.squeeze(0)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it swaps modules
     def statistics(
         self,
         hidden: Tensor,
