@@ -27,8 +27,8 @@ def run_backward(
     """Gradients of hidden [N, H], weight [V, H] and bias [V] in their own dtypes, where needed."""
     power = None
     if inputs.compute_dtype == torch.float16 and inputs.hidden.size(0):
-        temperature = transform.temperature if inputs.temperature is None else inputs.temperature
-        coefficients, power = normalise(coefficients, transform.scale / temperature)
+        divisor = transform.temperature if inputs.temperature is None else inputs.temperature
+        coefficients, power = normalise(coefficients, transform.scale / divisor)
     gradients = _Gradients(inputs, needs, power)
     if inputs.hidden.size(0) == 0:
         return gradients.zeros()
