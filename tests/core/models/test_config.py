@@ -31,11 +31,11 @@ def test_mixin_parses_its_own_and_the_other_fields(tmp_path: str) -> None:
         ]
     )
     assert (parsed.fused_lm_head, parsed.lm_head_scratch_bytes) == (False, 1000)
-    assert parsed.eval_logits is None
+    assert MixedArguments(output_dir=str(tmp_path)).fused_lm_head is None
     assert parsed.learning_rate == 0.25
     written = json.loads(parsed.to_json_string())
     assert written["fused_lm_head"] is False
-    assert written["eval_logits"] is None
+    assert written["lm_head_scratch_bytes"] == 1000
 
 
 # trl 1.16 sets a field by the name that transformers 5.24 deprecates.
@@ -51,9 +51,18 @@ def test_mixin_in_front_of_trl() -> None:
     for config in (trl.SFTConfig, trl.DPOConfig, trl.GRPOConfig, trl.RewardConfig):
         assert memory_names.isdisjoint(field.name for field in dataclasses.fields(config))
     (parsed,) = trl.TrlParser(SFTConfig).parse_args_and_config(
-        ["--eval_logits", "true", "--max_length", "77", "--use_cpu", "true", "--bf16", "false"]
+        [
+            "--lm_head_scratch_bytes",
+            "5",
+            "--max_length",
+            "77",
+            "--use_cpu",
+            "true",
+            "--bf16",
+            "false",
+        ]
     )
-    assert parsed.eval_logits is True
+    assert parsed.lm_head_scratch_bytes == 5
     assert parsed.max_length == 77
     assert parsed.fused_lm_head is None
 

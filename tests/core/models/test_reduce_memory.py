@@ -131,12 +131,10 @@ def test_a18_predictions_are_right_when_metrics_need_them(tmp_path: Path) -> Non
     torch.testing.assert_close(torch.tensor(patched.predictions), torch.tensor(own.predictions))
 
 
-def test_a18_loss_only_evaluation_builds_no_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a18_loss_only_evaluation_builds_no_logits(tmp_path: Path) -> None:
     expected = make_trainer(tiny_model("llama"), tmp_path).evaluate()["eval_loss"]
     model = tiny_model("llama")
-    reduce_memory(model, MemoryConfig(eval_logits=False))
+    reduce_memory(model, eval_logits=False)
     trainer = make_trainer(model, tmp_path)
     trainer.evaluate()  # the self-test builds the logits of a few tokens
     calls: list[tuple[int, ...]] = []

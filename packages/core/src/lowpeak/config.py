@@ -36,14 +36,6 @@ class MemoryConfig:
             "by the shape of the head."
         },
     )
-    eval_logits: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether a model in eval mode that is given labels also returns its logits, as "
-            "compute_metrics needs them. None is yes; False computes the loss alone. Trainers of "
-            "lowpeak_trainers ask for logits by themselves when they need them."
-        },
-    )
 
     def validate_memory_config(self) -> None:
         """Check the values; called where the config is used, since a mixin has no __post_init__.

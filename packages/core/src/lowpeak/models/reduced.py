@@ -38,15 +38,17 @@ class ReducedMemoryHandle:
             handle.remove()
 
 
-def reduce_memory(model: nn.Module, config: MemoryConfig | None = None) -> ReducedMemoryHandle:
+def reduce_memory(
+    model: nn.Module, config: MemoryConfig | None = None, *, eval_logits: bool = True
+) -> ReducedMemoryHandle:
     """Let a transformers causal LM train without the logits of its batches.
 
     For `transformers.Trainer` and training loops of one's own. Afterwards
 
     - in training, a call with labels returns the loss the model would return, and `logits` None;
     - in eval, a call with labels is the model's own, with logits, so that compute_metrics and
-      predict() are right; with `MemoryConfig(eval_logits=False)` it returns the loss alone, and
-      evaluate() builds no logits;
+      predict() are right; with `eval_logits=False` it returns the loss alone, and evaluate()
+      builds no logits;
     - every other call, generate() among them, is the model's own.
 
     The first training step tests loss and logits on a few tokens against the model's own.
@@ -55,6 +57,8 @@ def reduce_memory(model: nn.Module, config: MemoryConfig | None = None) -> Reduc
         model: `PreTrainedModel` with a language model head, or a `PeftModel` of one; before it goes
             to a Trainer, DistributedDataParallel or torch.compile.
         config: what to do; None is `MemoryConfig()`.
+        eval_logits: whether a call with labels in eval mode returns logits. The model cannot see
+            whether its caller has compute_metrics: pass False where it has none.
 
     Raises:
         TypeError: for another kind of model.
@@ -69,7 +73,6 @@ def reduce_memory(model: nn.Module, config: MemoryConfig | None = None) -> Reduc
         logger.info("%s: fused LM head off, by %s", type(base).__name__, by)
         return ReducedMemoryHandle(())
     settings = ForwardSettings(scratch_bytes=config.lm_head_scratch_bytes)
-    eval_logits = config.eval_logits is not False
 
     def adapt(fused: FusedForward) -> Callable[..., Any]:
         return _loss_forward(fused, eval_logits)
