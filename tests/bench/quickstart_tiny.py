@@ -79,12 +79,15 @@ def result(trainer: str, side: str, **overrides: Any) -> dict[str, Any]:
         "seconds": 2.0,
         "state_bytes": state,
         "peak_bytes": peak,
+        "backward_peak_bytes": peak - (256 << 20),
+        "backward_seconds": 1.5,
         "allocation_count": 3,
         "timeline": [(0.0, state), (0.5, peak), (1.5, state + (1 << 20)), (2.0, state)],
         "loss": 2.5,
         "grad_norm": 4.0,
     }
-    first = {**step, "loss": 3.0, "peak_bytes": peak - (1 << 20), "seconds": 4.0}
+    first = {**step, "loss": 3.0, "seconds": 4.0}
+    first |= {"peak_bytes": peak - (1 << 20), "backward_peak_bytes": peak - (512 << 20)}
     return {
         "trainer": trainer,
         "side": side,

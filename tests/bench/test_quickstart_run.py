@@ -72,6 +72,10 @@ def test_both_sides_train_alike(trainer: str, model_folder: Path, tmp_path: Path
         grown = second["state_bytes"] - first["state_bytes"]
         assert 2 * parameters <= grown <= 2 * parameters + 4 * 100
         assert first["peak_bytes"] >= first["state_bytes"] + 3 * parameters  # gradients too
+        for step in result["steps"]:
+            assert 0 < step["backward_seconds"] < step["timeline"][-1][0]
+            kept = step["backward_peak_bytes"] - step["state_bytes"]
+            assert parameters <= kept <= step["peak_bytes"] - step["state_bytes"]
         assert all(step["grad_norm"] > 0 for step in result["steps"])
         assert max(live for _, live in second["timeline"]) == second["peak_bytes"]
     if trainer == "grpo":

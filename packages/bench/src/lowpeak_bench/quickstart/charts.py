@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from lowpeak_bench.quickstart.compare import Comparison
@@ -32,6 +33,7 @@ def draw_memory(comparison: Comparison) -> Any:
         axes.fill_between(seconds, live, step="post", alpha=0.15, color=COLORS[side], linewidth=0)
         axes.step(seconds, live, where="post", color=COLORS[side], linewidth=1.1, label=label)
         axes.axhline(peak, color=COLORS[side], linewidth=0.8, linestyle=":")
+        _mark_optimizer(axes, step, COLORS[side])
     state = comparison.stock["steps"][-1]["state_bytes"] / MIB
     axes.axhline(state, color="0.35", linewidth=1, linestyle="--")
     axes.annotate(
@@ -56,6 +58,20 @@ def draw_memory(comparison: Comparison) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure
+
+
+def _mark_optimizer(axes: Any, step: Mapping[str, Any], color: str) -> None:
+    """Mark on the time axis where the backward ended."""
+    axes.annotate(
+        "optimizer",
+        (step["backward_seconds"], 0),
+        xytext=(step["backward_seconds"], 0.07),
+        textcoords=("data", "axes fraction"),
+        arrowprops={"arrowstyle": "->", "color": color},
+        horizontalalignment="center",
+        fontsize=8,
+        color=color,
+    )
 
 
 def as_data_uri(figure: Any) -> str:

@@ -16,12 +16,12 @@ TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}
 """Largest |a - b| / max(1, |b|) of loss and gradient norm, b being TRL's. TRL rounds its logits
 to the precision it computes in: in bf16 the last of 8 bits of a logit of 16 is 0.06."""
 
-HEADERS = ("trainer", "with", "loss", "gradient norm", "s / step", "peak MiB", "step MiB")
+HEADERS = ("trainer", "with", "loss", "gradient norm", "s / step", "peak MiB", "F+B MiB")
 HEADER_NOTES = (
     "loss, gradient norm: of the last step",
     "s / step: mean of all steps, measurement included",
     "peak MiB: the most live memory in any step",
-    "step MiB: the part of it above weights and optimizer state",
+    "F+B MiB: the most in forward and backward, above weights and optimizer state",
     "ratio: lowpeak / TRL; under loss and gradient norm the largest deviation of all steps",
 )
 
@@ -89,7 +89,7 @@ class Comparison:
                 scientific(self.deviation("grad_norm")),
                 number(ours.seconds / stock.seconds, 2),
                 number(ours.peak_bytes / stock.peak_bytes, 2),
-                number(ours.step_bytes / stock.step_bytes, 2),
+                number(ours.backward_bytes / stock.backward_bytes, 2),
             ],
         ]
 
@@ -104,8 +104,8 @@ class Summary:
     """Mean of the steps."""
     peak_bytes: int
     """The most live bytes in any step."""
-    step_bytes: int
-    """The most bytes above weights and optimizer state in any step."""
+    backward_bytes: int
+    """The most bytes above weights and optimizer state up to the end of the backward."""
 
 
 def summarize(result: Result) -> Summary:
@@ -116,7 +116,7 @@ def summarize(result: Result) -> Summary:
         grad_norm=steps[-1]["grad_norm"],
         seconds=sum(step["seconds"] for step in steps) / len(steps),
         peak_bytes=max(step["peak_bytes"] for step in steps),
-        step_bytes=max(step["peak_bytes"] - step["state_bytes"] for step in steps),
+        backward_bytes=max(step["backward_peak_bytes"] - step["state_bytes"] for step in steps),
     )
 
 
@@ -146,5 +146,5 @@ def _cells(summary: Summary) -> list[str]:
         number(summary.grad_norm, 5),
         number(summary.seconds, 1),
         mebibytes(summary.peak_bytes),
-        mebibytes(summary.step_bytes),
+        mebibytes(summary.backward_bytes),
     ]

@@ -58,7 +58,8 @@ class StepRecorder(TrainerCallback):
     """Watches each step of a transformers Trainer, from its batch to the freed gradients.
 
     Each of `steps` holds loss, gradient norm, seconds, and bytes: `state_bytes` (weights,
-    optimizer state) before the step, `peak_bytes` in it, these included, and `timeline`, the live
+    optimizer state) before the step, `peak_bytes` in it, these included, `backward_peak_bytes`
+    up to the end of the backward, `backward_seconds` when that was, and `timeline`, the live
     bytes over the step. On CPU the allocator has no total, so the state is counted and added.
     """
 
@@ -68,7 +69,9 @@ class StepRecorder(TrainerCallback):
         self._announce = announce
         self._models: Sequence[torch.nn.Module] = ()
         self._state_bytes = 0
+        self._opened = 0.0  # the window's own zero; the profiler then needs some milliseconds
         self._began = 0.0
+        self._backward_seconds = 0.0
         self._window: contextlib.AbstractContextManager[MemoryReport] | None = None
         self._report: MemoryReport | None = None
 
@@ -80,9 +83,15 @@ class StepRecorder(TrainerCallback):
         """Open the window."""
         self._state_bytes = state_bytes(self._models, event["optimizer"])
         self._window = track_memory(self._device)
+        self._opened = time.perf_counter()
         self._report = self._window.__enter__()
         self._synchronize()
         self._began = time.perf_counter()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Note the end of the backward."""
+        self._synchronize()
+        self._backward_seconds = time.perf_counter() - self._opened
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Close the window."""
@@ -93,11 +102,15 @@ class StepRecorder(TrainerCallback):
         self._window.__exit__(None, None, None)
         report, self._window, self._report = self._report, None, None
         base = self._state_bytes if self._device.type == "cpu" else 0
+        end = self._backward_seconds
+        backward_peak = max(live for second, live in report.timeline if second <= end)
         self.steps.append(
             {
                 "seconds": seconds,
                 "state_bytes": self._state_bytes,
                 "peak_bytes": base + report.peak_bytes,
+                "backward_peak_bytes": base + backward_peak,
+                "backward_seconds": end,
                 "allocation_count": report.allocation_count,
                 "timeline": [(t, base + live) for t, live in thin(report.timeline, 1000)],
             }
