@@ -24,6 +24,12 @@ pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture(autouse=True)
+def _deterministic_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuBLAS asks for under use_deterministic_algorithms."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
 def _plain_float32() -> Iterator[None]:
     """float32 products in float32: TF32 is the user's choice, not what these tests compare."""
     before = torch.backends.cuda.matmul.allow_tf32
@@ -153,6 +159,21 @@ def test_valid_rows_synchronise_once(ignored: float, device: torch.device) -> No
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1
+
+
+def test_deterministic_algorithms_are_available(device: torch.device) -> None:
+    """No operation without a deterministic implementation, and the same bits twice."""
+    case = make_case(3000, 5000, 64, torch.bfloat16, device)
+    upstream = upstream_for(case)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (run(case, OUTPUTS, upstream) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name in OUTPUTS:
+        assert torch.equal(first.outputs[name], second.outputs[name]), name
+    for name in ("hidden", "weight", "bias"):
+        assert torch.equal(first.gradients[name], second.gradients[name]), name
 
 
 def test_worker_threads_and_streams(device: torch.device) -> None:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from lowpeak import LogitTransform, fused_lm_head
 
-# Dynamo's own doing while it traces an autograd.Function (torch 2.13); our settings make warnings
-# errors.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
-)
+# What torch 2.13's own tracer and Inductor do; our settings make warnings errors.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
+    ),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
 
 TRANSFORM = LogitTransform(scale=0.5, softcap=7.0, temperature=0.9)
 
@@ -94,6 +96,27 @@ def test_fullgraph_frozen_weight_and_shapes(device: torch.device) -> None:
     eager.sum().backward()
     assert torch.equal(ours, eager)
     assert torch.equal(found.grad, expected.grad)
+
+
+def test_fullgraph_with_autocast_and_a_temperature_per_token(device: torch.device) -> None:
+    case = make_case(12, 60, 12, device=device)
+    temperature = torch.rand(12, device=device) + 0.5
+
+    def head(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
+        transform = LogitTransform(softcap=4.0, temperature=temperature)
+        with torch.autocast(hidden.device.type, torch.bfloat16):
+            result = fused_lm_head(hidden, weight, case.targets, transform=transform)
+        return result.log_probs
+
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    leaves, others = case.leaves(), case.leaves()
+    ours = compiled(leaves["hidden"], leaves["weight"], temperature)
+    eager = head(others["hidden"], others["weight"], temperature)
+    ours.sum().backward()
+    eager.sum().backward()
+    assert torch.equal(ours, eager)
+    for name in ("hidden", "weight"):
+        assert torch.equal(leaves[name].grad, others[name].grad), name
 
 
 def test_compiled_index_error_still_raises(device: torch.device) -> None:

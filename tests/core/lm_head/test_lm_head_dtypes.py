@@ -97,3 +97,10 @@ def test_integer_targets_either_work_or_are_refused(
         assert "targets" in str(refusal)  # noqa: PT017 (either outcome is right)
     else:
         assert torch.equal(ours, expected)
+
+
+def test_autocast_leaves_float64_alone(device: torch.device) -> None:
+    """As torch's own autocast does: float64 inputs are computed in float64."""
+    case = make_case(9, 31, 8, torch.float64, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert_exact(case)

@@ -209,6 +209,50 @@ def test_a7_row_without_a_finite_logit_raises(vocabulary: int, device: torch.dev
         run(Case(case.hidden, case.weight, case.targets, masked))
 
 
+def test_a7_row_without_a_finite_logit_raises_in_all_mode(device: torch.device) -> None:
+    """An assertion on the device, which is an exception on the CPU (and ends a CUDA context)."""
+    if device.type != "cpu":
+        pytest.skip("a failed assertion on the device ends the process's CUDA context")
+    case = make_case(4, 5, 6, ignored=0.0)
+    masked = torch.full_like(case.bias, MINUS_INFINITY)
+    with pytest.raises(RuntimeError, match="bias"):
+        run(replace(case, bias=masked), row_selection="all")
+
+
+def test_target_out_of_range_raises_in_all_mode(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("a failed assertion on the device ends the process's CUDA context")
+    case = make_case(4, 5, 6, ignored=0.0)
+    case.targets[2] = 5
+    with pytest.raises(RuntimeError, match="target"):
+        run(case, row_selection="all")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_non_finite_upstream_shows_in_every_gradient(
+    dtype: torch.dtype, value: float, device: torch.device
+) -> None:
+    """A GradScaler finds its overflow in the gradients: none may be cleaned away."""
+    case = make_case(20, 30, 8, dtype, device, ignored=0.0)
+    upstream = {"log_probs": torch.ones(20, device=device)}
+    upstream["log_probs"][3] = value
+    ours = run(case, ("log_probs",), upstream)
+    for name in ("hidden", "weight", "bias"):
+        assert not torch.isfinite(ours.gradients[name]).all(), name
+
+
+def test_fp16_rows_of_very_different_upstream(device: torch.device) -> None:
+    """One token with gradient 1 beside tokens with 2^-20: those keep their digits."""
+    case = make_case(20, 30, 8, torch.float16, device, ignored=0.0)
+    upstream = {"log_probs": torch.full((20,), 2.0**-20, device=device)}
+    upstream["log_probs"][0] = 1.0
+    ours, true = run(case, ("log_probs",), upstream), truth(case, upstream)
+    small, expected = ours.gradients["hidden"][1:], true.gradients["hidden"][1:]
+    # Half a unit of float16's subnormals, and its relative rounding.
+    assert error(small, expected) <= 2.0**-25 + 2e-3 * largest(expected)
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_a12_fp16_logits_beyond_65504(softcap: float | None, device: torch.device) -> None:
     """Expected: the value of the float32 upcast of the same float16 weights, not inf or NaN."""

@@ -67,6 +67,8 @@ def test_minus_hundred_is_out_of_range_under_another_ignore_index(device: torch.
         ({"scratch_bytes": 0}, "scratch_bytes", ValueError),
         ({"scratch_bytes": -1}, "scratch_bytes", ValueError),
         ({"scratch_bytes": 1}, "scratch_bytes", ValueError),
+        ({"scratch_bytes": 1e6}, "scratch_bytes", TypeError),
+        ({"hidden": torch.zeros(5, 0), "weight": torch.zeros(11, 0)}, "hidden|weight", ValueError),
         ({"transform": 0.7}, "transform", TypeError),
     ],
     ids=lambda value: str(sorted(value)) if isinstance(value, dict) else None,

@@ -25,6 +25,7 @@ from lm_head_checks import (
 from lm_head_oracle import Evaluation
 from lm_head_tolerances import ALL_DTYPES
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lowpeak import LogitTransform, fused_lm_head
 
@@ -317,3 +318,37 @@ def test_gradcheck(transform: LogitTransform, row_selection: str) -> None:
         return tuple(getattr(result, name) for name in DIFFERENTIABLE)
 
     assert torch.autograd.gradcheck(head, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_an_activation_checkpoint(reentrant: bool, device: torch.device) -> None:
+    case = make_case(20, 60, 12, device=device)
+    leaves = case.leaves()
+
+    def head(hidden: Tensor) -> Tensor:
+        return call(case, {**leaves, "hidden": hidden}, ("log_probs",)).log_probs
+
+    checkpoint(head, leaves["hidden"], use_reentrant=reentrant).sum().backward()
+    upstream = {"log_probs": torch.ones(20, device=device)}
+    expected = run(case, ("log_probs",), upstream).gradients
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, expected[name]), name
+
+
+def test_weight_changed_before_the_backward_is_noticed(device: torch.device) -> None:
+    """The backward recomputes from the weight: an optimizer step in between would be wrong."""
+    case = make_case(20, 60, 12, device=device)
+    leaves = case.leaves()
+    result = call(case, leaves, ("log_probs",))
+    with torch.no_grad():
+        leaves["weight"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.log_probs.sum().backward()
+
+
+def test_single_token_without_a_row_dimension(device: torch.device) -> None:
+    """hidden [H], targets []."""
+    for target in (3, -100):
+        case = make_case((), 60, 12, device=device, ignored=0.0)
+        case.targets.fill_(target)
+        assert_exact(case)

@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
     case=cases(),
     names=st.lists(st.sampled_from(DIFFERENTIABLE), min_size=1, unique=True),
     row_selection=st.sampled_from(["valid", "all"]),
-    scratch=st.sampled_from([None, 1 << 16, 1 << 20]),
+    scratch=st.sampled_from([None, 1 << 18, 1 << 20]),
     frozen=st.sampled_from([(), ("weight",), ("hidden",), ("weight", "bias")]),
 )
 def test_any_call_matches_the_oracle(

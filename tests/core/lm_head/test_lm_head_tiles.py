@@ -10,6 +10,7 @@ from lm_head_checks import (
     Case,
     Transform,
     assert_exact,
+    backward,
     call,
     error,
     make_case,
@@ -19,6 +20,7 @@ from lm_head_checks import (
 )
 from lm_head_tolerances import ALL_DTYPES, TILES_FACTOR
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TRANSFORM = Transform(scale=0.7, softcap=9.0, temperature=1.2)
 
@@ -139,3 +141,33 @@ def test_order_of_rows_does_not_matter(device: torch.device) -> None:
     straight, permuted = run(case).outputs, run(moved).outputs
     for name in DIFFERENTIABLE:
         assert error(straight[name][order], permuted[name]) <= 4e-6, name
+
+
+class Reads(TorchDispatchMode):
+    """Counts operators that copy a value from the device to the host, wherever it runs."""
+
+    HOST_READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if str(func).startswith(self.HOST_READS):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("row_selection", ["valid", "all"])
+def test_front_reads_no_scalars(row_selection: str, device: torch.device) -> None:
+    """The one synchronisation of "valid" is a tolist(), no .item() or nonzero() beside it.
+
+    A dispatch mode sees the front only, not the inside of the operators: those are watched on a GPU
+    by tests/kernels/test_lm_head_cuda.py.
+    """
+    temperature = torch.full((20,), 0.8, device=device)
+    case = make_case(20, 30, 8, device=device, transform=Transform(temperature=temperature))
+    upstream = upstream_for(case)
+    with Reads() as reads:
+        backward(call(case, case.leaves(), OUTPUTS, row_selection=row_selection), upstream)
+    assert reads.names == []
