@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from trl.trainer import utils as trl_utils
+
+import lowpeak.models
 
 TOLERANCE = 1e-5
 STEPS = 5
@@ -86,6 +89,15 @@ def script_completions(trainer: Trainer, completions: list[list[int]], pad: int)
     trainer.model.generate = generate
 
 
+def has_lowpeak_head(trainer: Trainer) -> bool:
+    """Whose output a fused call of the trainer's model returns: lowpeak's, or TRL's."""
+    ids = torch.tensor([[7, 8, 9]], device=trainer.model.device)
+    with torch.no_grad():
+        output = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
+    assert isinstance(output, lowpeak.models.FusedCausalLMOutput | trl_utils.FusedCausalLMOutput)
+    return isinstance(output, lowpeak.models.FusedCausalLMOutput)
+
+
 def logged(trainer: Trainer) -> list[dict[str, float]]:
     """All that the trainer logged, but for times."""
     return [
@@ -119,5 +131,6 @@ def assert_parity(
     if online:
         record.replay(our_trainer)
     our_trainer.train()
+    assert has_lowpeak_head(our_trainer)
     assert_same_logs(our_trainer, stock_trainer)
     return stock_trainer, our_trainer

@@ -60,9 +60,32 @@ def test_sft_nll(case, tmp_path):
 DPO_CASES = {
     "reference_model": ({}, None),
     "precomputed": ({"precompute_ref_log_probs": True}, None),
+    "weighted_by_length": ({"ld_alpha": 0.5}, None),
     "peft": ({}, LORA),
     "peft_precomputed": ({"precompute_ref_log_probs": True}, LORA),
 }
+
+
+def test_dpo_loads_its_own_reference(tmp_path):
+    """Without ref_model the reference is loaded from the folder that the policy's config names."""
+    folder = tiny.save(tiny.llama(seed=1), tmp_path / "reference")
+
+    def build(trainer, config):
+        model = tiny.llama()
+        model.config._name_or_path = folder
+        return trainer(
+            model=model,
+            args=config(**parity.settings(tmp_path)),
+            train_dataset=tiny.preferences(PAIRS),
+            processing_class=tiny.tokenizer(),
+        )
+
+    stock, ours = parity.assert_parity(
+        lambda: build(trl.DPOTrainer, trl.DPOConfig),
+        lambda: build(lowpeak_trainers.DPOTrainer, lowpeak_trainers.DPOConfig),
+    )
+    assert stock.ref_model is not None
+    assert ours.ref_model is not None
 
 
 @pytest.mark.parametrize("case", DPO_CASES)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import threading
+import weakref
 
 import parity
 import pytest
@@ -31,15 +33,6 @@ def sft(trainer, folder, config=lowpeak_trainers.SFTConfig, model=None, **option
     )
 
 
-def has_our_head(trainer):
-    """Whose output a fused call returns: lowpeak's or TRL's."""
-    ids = torch.tensor([DATA[0]["input_ids"]], device=trainer.model.device)
-    with torch.no_grad():
-        output = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
-    assert isinstance(output, lowpeak.models.FusedCausalLMOutput | trl_utils.FusedCausalLMOutput)
-    return isinstance(output, lowpeak.models.FusedCausalLMOutput)
-
-
 def test_global_is_replaced_only_while_a_trainer_is_built(tmp_path):
     seen = []
 
@@ -53,15 +46,15 @@ def test_global_is_replaced_only_while_a_trainer_is_built(tmp_path):
     assert seen
     assert all(inside is not stock and other is stock for inside, other in seen)
     assert sft_trainer.add_fused_lm_head is stock
-    assert has_our_head(trainer)
-    assert not has_our_head(sft(trl.SFTTrainer, tmp_path, trl.SFTConfig))
+    assert parity.has_lowpeak_head(trainer)
+    assert not parity.has_lowpeak_head(sft(trl.SFTTrainer, tmp_path, trl.SFTConfig))
 
 
 def test_global_comes_back_when_construction_fails(tmp_path):
     with pytest.raises(ValueError, match="max_length"):
         sft(lowpeak_trainers.SFTTrainer, tmp_path, packing=True, max_length=None)
     assert sft_trainer.add_fused_lm_head is trl_utils.add_fused_lm_head
-    assert not has_our_head(sft(trl.SFTTrainer, tmp_path, trl.SFTConfig))
+    assert not parity.has_lowpeak_head(sft(trl.SFTTrainer, tmp_path, trl.SFTConfig))
 
 
 def test_trainer_built_while_another_is_being_built(tmp_path):
@@ -73,8 +66,8 @@ def test_trainer_built_while_another_is_being_built(tmp_path):
             return super()._prepare_dataset(*args, **kwargs)
 
     outer = sft(Outer, tmp_path)
-    assert has_our_head(outer)
-    assert not has_our_head(built["inner"])
+    assert parity.has_lowpeak_head(outer)
+    assert not parity.has_lowpeak_head(built["inner"])
     assert sft_trainer.add_fused_lm_head is trl_utils.add_fused_lm_head
 
 
@@ -89,8 +82,8 @@ def test_trainer_of_another_thread_keeps_the_head_of_trl(tmp_path):
         thread.start()
         thread.join()
         built["own"] = sft(trl.SFTTrainer, tmp_path, trl.SFTConfig)
-    assert not has_our_head(built["other"])
-    assert has_our_head(built["own"])
+    assert not parity.has_lowpeak_head(built["other"])
+    assert parity.has_lowpeak_head(built["own"])
 
 
 class TheirTrainer(trl.GRPOTrainer):
@@ -119,7 +112,7 @@ def grpo(trainer, config, folder, **keywords):
 def test_mixin_before_a_subclass_in_another_module(tmp_path):
     trainer = grpo(Mine, trl.GRPOConfig, tmp_path, their_option=3)
     assert trainer.their_option == 3
-    assert has_our_head(trainer)
+    assert parity.has_lowpeak_head(trainer)
     assert grpo_trainer.add_fused_lm_head is trl_utils.add_fused_lm_head
 
 
@@ -127,7 +120,7 @@ def test_subclass_of_our_trainer(tmp_path):
     class Own(lowpeak_trainers.SFTTrainer):
         pass
 
-    assert has_our_head(sft(Own, tmp_path))
+    assert parity.has_lowpeak_head(sft(Own, tmp_path))
 
 
 def test_mixin_behind_the_trainer_is_refused():
@@ -151,7 +144,11 @@ def test_enabled_serves_stock_trainers_with_its_own_settings(tmp_path):
         ours_off = sft(lowpeak_trainers.SFTTrainer, tmp_path, fused_lm_head=False)
     with lowpeak_trainers.enabled(MemoryConfig(fused_lm_head=False)):
         off = sft(trl.SFTTrainer, tmp_path, trl.SFTConfig)
-    assert [has_our_head(one) for one in (trainer, ours_off, off)] == [True, False, False]
+    assert [parity.has_lowpeak_head(one) for one in (trainer, ours_off, off)] == [
+        True,
+        False,
+        False,
+    ]
     for module in (sft_trainer, dpo_trainer, grpo_trainer, kto_trainer):
         assert module.add_fused_lm_head is trl_utils.add_fused_lm_head
 
@@ -172,10 +169,12 @@ def test_both_heads_of_dpo_are_ours(tmp_path):
 
 def test_switched_off_by_the_environment_and_by_name(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="lowpeak")
-    assert has_our_head(sft(lowpeak_trainers.SFTTrainer, tmp_path))
-    assert not has_our_head(sft(lowpeak_trainers.SFTTrainer, tmp_path, fused_lm_head=False))
+    assert parity.has_lowpeak_head(sft(lowpeak_trainers.SFTTrainer, tmp_path))
+    assert not parity.has_lowpeak_head(
+        sft(lowpeak_trainers.SFTTrainer, tmp_path, fused_lm_head=False)
+    )
     monkeypatch.setenv("LOWPEAK_DISABLE", "head")
-    assert not has_our_head(sft(lowpeak_trainers.SFTTrainer, tmp_path))
+    assert not parity.has_lowpeak_head(sft(lowpeak_trainers.SFTTrainer, tmp_path))
     lines = [r.getMessage() for r in caplog.records if r.name == "lowpeak.trainers"]
     assert lines == [
         "fused LM head: on in SFTTrainer",
@@ -192,7 +191,7 @@ def test_option_that_is_ignored_warns_once(tmp_path, caplog):
 
 
 def test_plain_config_of_trl_means_the_defaults(tmp_path):
-    assert has_our_head(sft(lowpeak_trainers.SFTTrainer, tmp_path, trl.SFTConfig))
+    assert parity.has_lowpeak_head(sft(lowpeak_trainers.SFTTrainer, tmp_path, trl.SFTConfig))
 
 
 def test_impossible_setting_is_refused_at_construction(tmp_path):
@@ -213,6 +212,18 @@ def test_one_trainer_after_another_on_the_same_model(tmp_path):
     )
     trainer.train()
     assert trainer.state.global_step == parity.STEPS
+
+
+def test_model_is_freed_with_its_trainers(tmp_path):
+    """Also when two trainers followed each other, so that a head was put over another."""
+    model = tiny.llama()
+    sft(trl.SFTTrainer, tmp_path, trl.SFTConfig, model=model, max_steps=1).train()
+    for _ in range(2):
+        sft(lowpeak_trainers.SFTTrainer, tmp_path, model=model, max_steps=1).train()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_drop_in_serves_a_plain_model():

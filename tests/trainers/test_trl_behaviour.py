@@ -17,6 +17,10 @@ PEFT = {
     "modules_to_save": LoraConfig(
         r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
     ),
+    # The self-test of the head must leave the random state of the dropout alone.
+    "dropout": LoraConfig(
+        r=4, target_modules=["q_proj"], lora_dropout=0.3, init_lora_weights=False
+    ),
     "all_linear": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
     "prompt_tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prefix_tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
