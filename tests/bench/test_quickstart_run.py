@@ -1,6 +1,7 @@
 """Runs of the quickstart on a tiny random model: both sides train alike, and memory is seen."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -149,7 +150,8 @@ def quickstart(model: Path, trainers: str, folder: Path) -> subprocess.Completed
     """One step by the command that the README names."""
     command = [sys.executable, "-m", "lowpeak_bench.quickstart", "--steps", "1"]
     command += ["--model", str(model), "--trainers", trainers, "--output-dir", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "TQDM_DISABLE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_one_command_trains_and_reports(model_folder: Path, tmp_path: Path) -> None:
@@ -165,6 +167,7 @@ def test_one_command_trains_and_reports(model_folder: Path, tmp_path: Path) -> N
         str(folder),
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "step/s" not in done.stderr  # tqdm's bar is off
     assert "| SFT " in done.stdout
     assert "Losses and gradient norms agree." in done.stdout
     record = json.loads((folder / "results.json").read_text())
