@@ -156,16 +156,7 @@ def quickstart(model: Path, trainers: str, folder: Path) -> subprocess.Completed
 
 def test_one_command_trains_and_reports(model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "report"
-    done = quickstart(
-        "--model",
-        str(model_folder),
-        "--trainers",
-        "sft",
-        "--steps",
-        "1",
-        "--output-dir",
-        str(folder),
-    )
+    done = quickstart(model_folder, "sft", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step/s" not in done.stderr  # tqdm's bar is off
     assert "| SFT " in done.stdout
