@@ -103,6 +103,7 @@ def test_a2_softcap_before_temperature() -> None:
         ("falcon_h1", 0.0625),
         ("mpt", 1.0),
         ("minicpm3", 8.0),
+        ("inkling", 0.25),
     ],
 )
 def test_a3_logit_multipliers(family: str, scale: float) -> None:

@@ -36,6 +36,19 @@ _EXPERTS: dict[str, Any] = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.1,
 }
+_NO_ATTENTION_DROPOUT: dict[str, Any] = {"attention_probs_dropout_prob": 0.0}
+_INKLING: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 16,
+    "d_rel": 4,
+    "rel_extent": 16,
+}
 _MAMBA: dict[str, Any] = {
     "mamba_d_ssm": 32,
     "mamba_n_heads": 4,
@@ -177,6 +190,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ModernBertDecoderForCausalLM",
         "ModernBertDecoderConfig",
         {**_DECODER, "sliding_window": 16},
+    ),
+    "bert": (
+        "BertLMHeadModel",
+        "BertConfig",
+        {**_DECODER, "is_decoder": True, "hidden_dropout_prob": 0.0, **_NO_ATTENTION_DROPOUT},
+    ),
+    "electra": (  # its head takes 128 features, its backbone makes 32
+        "ElectraForCausalLM",
+        "ElectraConfig",
+        {**_DECODER, "is_decoder": True, "hidden_dropout_prob": 0.0, **_NO_ATTENTION_DROPOUT},
+    ),
+    "inkling": (
+        "InklingForCausalLM",
+        "InklingTextConfig",
+        {**_DECODER, **_INKLING, "logits_mup_width_multiplier": 4.0},
     ),
     "nanochat": ("NanoChatForCausalLM", "NanoChatConfig", _DECODER),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS),

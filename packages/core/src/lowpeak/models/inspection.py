@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.lm_head import LogitTransform
 
-# The names under which configurations keep the two constants of the logit transform.
+# Where configurations keep the two constants of the logit transform; a scale may be a divisor.
 _SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-# Divided by, except in HyperCLOVA X.
-_DIVISOR_NAME = "logits_scaling"
+_DIVISOR_NAMES = ("logits_scaling", "logits_mup_width_multiplier")
+# It names its multiplier as the others name their divisor.
 _MODELS_THAT_MULTIPLY_BY_DIVISOR = ("hyperclovax",)
 
 
@@ -115,13 +115,13 @@ def logit_transform(model: Any) -> LogitTransform:
     config = model.config.get_text_config()
     declared = {
         name: value
-        for name in (*_SOFTCAP_NAMES, *_SCALE_NAMES, _DIVISOR_NAME)
+        for name in (*_SOFTCAP_NAMES, *_SCALE_NAMES, *_DIVISOR_NAMES)
         if isinstance(value := getattr(config, name, None), int | float)
     }
     softcap = next((declared[name] for name in _SOFTCAP_NAMES if name in declared), None)
     scale = next((declared[name] for name in _SCALE_NAMES if name in declared), None)
-    if scale is None and _DIVISOR_NAME in declared:
-        divisor = declared[_DIVISOR_NAME]
+    divisor = next((declared[name] for name in _DIVISOR_NAMES if name in declared), None)
+    if scale is None and divisor is not None:
         multiplies = config.model_type in _MODELS_THAT_MULTIPLY_BY_DIVISOR
         scale = divisor if multiplies else 1 / divisor
     return LogitTransform(

@@ -238,6 +238,8 @@ def _try_transforms(
         if recording.hidden is None or not head.is_plain:
             return
         hidden = recording.hidden.to(head.weight.device)
+        if hidden.size(-1) != head.weight.size(1):
+            return
         raw = _project(hidden, head)
         for transform in transform_candidates(declared):
             logits = apply_transform(raw, transform)
@@ -266,7 +268,7 @@ def _matching_transform(
 ) -> tuple[LogitTransform | None, str]:
     """The first transform that gives the model's own logits, or None; and the reason."""
     if not trials:
-        return None, "its head is not called by its forward, or is no plain matrix"
+        return None, "its head is no plain matrix that takes what the backbone returns"
     for trial in trials:
         if _largest_excess(trial.logits, own, tolerance) > 0:
             continue
