@@ -35,15 +35,20 @@ small { color: #555; }
 
 
 def print_table(comparisons: Sequence[Comparison], stream: TextIO) -> None:
-    """Write the table: drawn by rich on a terminal, Markdown elsewhere."""
+    """Write the table, drawn by rich on a terminal, Markdown elsewhere, and what it means."""
     rows = table_rows(comparisons)
-    if not stream.isatty():
+    if stream.isatty():
+        _draw_table(rows, stream)
+    else:
         stream.write("\n" + render(HEADERS, rows))
-        return
+    stream.write("\n" + "\n".join(HEADER_NOTES) + "\n")
+
+
+def _draw_table(rows: Sequence[Sequence[str]], stream: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Stock TRL and lowpeak: same losses, less memory?")
+    table = Table(title="Stock TRL and lowpeak, same data and seed")
     for index, header in enumerate(HEADERS):
         table.add_column(header, justify="left" if index < 2 else "right")
     for index, row in enumerate(rows):
