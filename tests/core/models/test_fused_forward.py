@@ -1,7 +1,9 @@
 """The protocol of the fused forward: what goes in, what comes out, and how it comes off again."""
 
 import copy
+import functools
 import inspect
+import types
 
 import pytest
 import torch
@@ -179,9 +181,12 @@ def test_remove_restores_the_model() -> None:
 def test_remove_under_the_wrapper_of_another_library() -> None:
     model = tiny_model("llama")
     handle = install_fused_forward(model)
-    inner = model.forward
-    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    inner = model.forward.__func__
+    wrapped = functools.wraps(inner)(lambda self, *args, **kwargs: inner(self, *args, **kwargs))
+    model.forward = types.MethodType(wrapped, model)  # as accelerate does
+    assert "log_probs" in model(**token_batch(), fused_lm_head=True)
     handle.remove()
+    assert model.forward.__func__ is wrapped
     assert model(**token_batch()).logits is not None
     assert "log_probs" not in model(**token_batch(), fused_lm_head=True)
 

@@ -24,10 +24,11 @@ OUTPUT_NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_t
 # TRL returns these without gradient, and its trainers rely on it.
 _DETACHED_NAMES = ("log_sum_sq_probs", "mean_logits")
 IGNORE_INDEX = -100
-_HANDLE_ATTRIBUTE = "lowpeak_handle"
 
 # Models only: a handle reaches its model, so that a global reference to it would keep the model.
 _installed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The functions bound as forwards. An attribute would not tell them: functools.wraps copies it.
+_functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class FusedForwardHandle:
             return
         self.active = False
         _installed.discard(model)
-        if getattr(model.__dict__.get("forward"), _HANDLE_ATTRIBUTE, None) is not self:
+        if not _is_fused(model.__dict__.get("forward")):
             return
         if self._previous is None:
             del model.forward
@@ -298,7 +299,7 @@ def bind_forward(
         )
     read_head(model)
     previous = model.__dict__.get("forward")
-    if hasattr(previous, _HANDLE_ATTRIBUTE):  # a deep copy of a model with a fused forward
+    if _is_fused(previous):  # a deep copy of a model with a fused forward
         previous = None
     own_forward = type(model).forward if previous is None else _ignore_model(previous)
     fused = FusedForward(settings, own_forward)
@@ -315,10 +316,14 @@ def bind_forward(
             raise TypeError(f"{len(args)} positional arguments for {', '.join(positional)}")
         return adapted(self, **dict(zip(positional, args, strict=False)), **kwargs)
 
-    setattr(forward, _HANDLE_ATTRIBUTE, handle)
+    _functions.add(forward)
     model.forward = types.MethodType(forward, model)
     _installed.add(model)
     return handle
+
+
+def _is_fused(forward: Any) -> bool:
+    return isinstance(forward, types.MethodType) and forward.__func__ in _functions
 
 
 def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
