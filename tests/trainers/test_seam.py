@@ -183,13 +183,6 @@ def test_switched_off_by_the_environment_and_by_name(tmp_path, monkeypatch, capl
     ]
 
 
-def test_option_that_is_ignored_warns_once(tmp_path, caplog):
-    sft(lowpeak_trainers.SFTTrainer, tmp_path, eval_logits=True)
-    lines = [r.getMessage() for r in caplog.records if r.name == "lowpeak.trainers"]
-    assert len(lines) == 1
-    assert "eval_logits=True is ignored by SFTTrainer" in lines[0]
-
-
 def test_plain_config_of_trl_means_the_defaults(tmp_path):
     assert parity.has_lowpeak_head(sft(lowpeak_trainers.SFTTrainer, tmp_path, trl.SFTConfig))
 

@@ -64,25 +64,18 @@ class HeadFromConfig:
         reason = why_head_is_off(config)
         if not self._reported:
             self._reported = True
-            self._report(config, reason)
+            self._report(reason)
         if reason is None:
             scratch = config.lm_head_scratch_bytes
             _install(model, temperature, cast_lm_head_to_fp32, outputs, scratch)
         else:
             stock(model, temperature, cast_lm_head_to_fp32, outputs)
 
-    def _report(self, config: MemoryConfig, reason: str | None) -> None:
+    def _report(self, reason: str | None) -> None:
         if reason is None:
             logger.info("fused LM head: on in %s", self._owner)
         else:
             logger.info("fused LM head: off in %s, by %s; TRL's own is used", self._owner, reason)
-        if config.eval_logits is not None:
-            logger.warning(
-                "eval_logits=%s is ignored by %s: TRL builds logits when compute_metrics is given, "
-                "and only then. Leave it at None",
-                config.eval_logits,
-                self._owner,
-            )
 
 
 def why_head_is_off(config: MemoryConfig) -> str | None:

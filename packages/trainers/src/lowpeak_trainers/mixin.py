@@ -55,9 +55,10 @@ class LowpeakMixin:
 
 @contextmanager
 def enabled(config: MemoryConfig | None = None) -> Iterator[None]:
-    """Let the stock TRL trainers that are built inside use lowpeak, with the settings of `config`.
+    """Let stock SFT, DPO and GRPO trainers of TRL that are built inside use lowpeak.
 
     `with lowpeak_trainers.enabled(): trainer = trl.DPOTrainer(...)`; training may happen outside.
+    `config` holds the settings of them all.
     Trainers that have LowpeakMixin keep their own settings. Threads started inside are not
     affected.
     """
