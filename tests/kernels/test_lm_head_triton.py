@@ -10,11 +10,15 @@ from lm_head_checks import (
     OUTPUTS,
     Transform,
     assert_exact,
+    assert_matches,
+    backward,
+    call,
     error,
     make_case,
     run,
     upstream_for,
 )
+from lm_head_oracle import Evaluation
 
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
 
@@ -153,6 +157,30 @@ def test_equals_the_torch_backend(dtype: torch.dtype, device: torch.device) -> N
         one, two = triton.gradients[name], plain.gradients[name]
         unit = float(two.double().abs().max()) * torch.finfo(dtype).eps
         assert error(one, two) <= 2 * unit + 1e-5, name
+
+
+@pytest.mark.parametrize("row_selection", ["valid", "all"])
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+def test_strides_of_everything(row_selection: str, ignored: float, device: torch.device) -> None:
+    """Kernels read bias, targets, temperature and upstream gradients by their strides or a copy."""
+
+    def strided(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, torch.full_like(tensor, 77)], -1)[..., 0]
+
+    temperature = strided((torch.rand(12) + 0.5).to(device))
+    transform = Transform(softcap=9.0, temperature=temperature)
+    case = make_case(12, 130, 20, device=device, transform=transform, ignored=ignored)
+    case = replace(case, targets=strided(case.targets))
+    upstream = {name: strided(value) for name, value in upstream_for(case).items()}
+    leaves = case.leaves()
+    viewed = {name: strided(leaf) for name, leaf in leaves.items()}
+    result = call(case, viewed, OUTPUTS, backend="triton", row_selection=row_selection)
+    backward(result, upstream)
+    values = {name: getattr(result, name).detach() for name in OUTPUTS}
+    ours = Evaluation(values, {name: leaf.grad for name, leaf in leaves.items()}, 0.0)
+    assert_matches(case, ours, upstream, (), torch.float32)
+    expanded = {name: value[:1].expand(12) for name, value in upstream.items()}
+    assert_exact(case, upstream=expanded, backend="triton", row_selection=row_selection)
 
 
 def test_repeats_are_bitwise_equal(device: torch.device) -> None:
