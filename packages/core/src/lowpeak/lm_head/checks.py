@@ -39,6 +39,8 @@ def check_arguments(
         raise ValueError(f"row_selection={row_selection!r}: pass 'valid' or 'all'")
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend={backend!r}: pass 'auto', 'triton' or 'torch'")
+    if scratch_bytes is not None and not isinstance(scratch_bytes, int):
+        raise TypeError(f"scratch_bytes={scratch_bytes!r}: pass a whole number of bytes or None")
     if scratch_bytes is not None and scratch_bytes <= 0:
         raise ValueError(f"scratch_bytes={scratch_bytes}: pass a positive number of bytes or None")
     return tuple(name for name in OUTPUT_NAMES if name in outputs)
@@ -64,8 +66,8 @@ def _check_tensors(
             raise TypeError(f"{name} has dtype {x.dtype}: pass one of {_FLOATS}")
     if targets.dtype != torch.int64:
         raise TypeError(f"targets has dtype {targets.dtype}: pass int64 token ids")
-    if weight.dim() != 2 or weight.size(0) == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: pass [V, H] with V > 0")
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: pass [V, H], neither of them 0")
     if hidden.dim() == 0 or hidden.size(-1) != weight.size(1):
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}: "

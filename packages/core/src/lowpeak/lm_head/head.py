@@ -87,7 +87,9 @@ def fused_lm_head(
     valid: Tensor | None = None
     inner_ignore: int | None = None
     if row_selection == "all":
-        valid, flat_targets = assert_rows(flat_targets, vocabulary, ignore_index, rows_temperature)
+        valid, flat_targets = assert_rows(
+            flat_targets, vocabulary, ignore_index, rows_temperature, bias
+        )
     elif torch.compiler.is_compiling():
         inner_ignore = ignore_index
     else:
@@ -120,9 +122,11 @@ def fused_lm_head(
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    if torch.is_autocast_enabled(hidden.device.type):
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    # torch's autocast leaves float64 alone
+    if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
-    return torch.promote_types(hidden.dtype, weight.dtype)
+    return dtype
 
 
 def _placed(value: Tensor, rows: Tensor | None, valid: Tensor | None, shape: torch.Size) -> Tensor:

@@ -24,8 +24,10 @@ def select_rows(
         return None
     valid = targets != ignore_index
     bad_target = valid & ((targets < 0) | (targets >= vocabulary))
-    place = bad_target.to(torch.uint8).argmax()
-    facts = [valid.sum(), bad_target.sum(), place, targets[place]]
+    place = bad_target.to(torch.uint8).argmax(dim=0, keepdim=True)
+    # index_select: targets[place] would read the index on the host
+    found = targets.index_select(0, place)
+    facts = [valid.sum(), bad_target.sum(), place.squeeze(0), found.squeeze(0)]
     if temperature is not None:
         facts.append((valid & ~(temperature > 0)).sum())
     if bias is not None:
@@ -49,18 +51,27 @@ def select_rows(
 
 
 def assert_rows(
-    targets: Tensor, vocabulary: int, ignore_index: int, temperature: Tensor | None
+    targets: Tensor,
+    vocabulary: int,
+    ignore_index: int,
+    temperature: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(mask of the rows that count, targets with 0 in the others) without a synchronisation.
 
-    A target out of range or a temperature that is not positive fails an assertion on the device.
+    A target out of range, a temperature that is not positive or a bias that masks every token fails
+    an assertion on the device.
     """
     valid = targets != ignore_index
     fine = ~valid | ((targets >= 0) & (targets < vocabulary))
     if temperature is not None:
         fine = fine & (~valid | (temperature > 0))
+    fine = fine.all()
+    if bias is not None:
+        fine = fine & ((bias > -float("inf")).any() | ~valid.any())
     message = (
-        f"a target is neither ignore_index nor in [0, {vocabulary}), or a temperature is not > 0"
+        f"a target is neither ignore_index nor in [0, {vocabulary}), a temperature is not > 0, "
+        "or the bias is -inf everywhere"
     )
-    torch._assert_async(fine.all(), message)
+    torch._assert_async(fine, message)
     return valid, torch.where(valid, targets, 0)
