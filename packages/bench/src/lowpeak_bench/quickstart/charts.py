@@ -38,11 +38,11 @@ def draw_memory(comparison: Comparison) -> Any:
     axes.axhline(state, color="0.35", linewidth=1, linestyle="--")
     axes.annotate(
         f"weights and optimizer state, {state:,.0f} MiB",
-        (0.99, state),
+        (0.01, state),
         xycoords=("axes fraction", "data"),
         xytext=(0, -4),
         textcoords="offset points",
-        horizontalalignment="right",
+        horizontalalignment="left",
         verticalalignment="top",
         fontsize=8,
         color="0.25",
