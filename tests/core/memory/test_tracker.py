@@ -1,12 +1,13 @@
 """track_memory: exact bytes of known allocations, nesting, errors, custom ops, whole steps."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from lowpeak.memory import MemoryPoint, track_memory
+from lowpeak.memory import MemoryPoint, track_memory, tracker
 
 
 @torch.library.custom_op("lowpeak_test::scratch_sum", mutates_args=())
@@ -50,6 +51,21 @@ def test_timeline_is_ordered_and_spans_the_window() -> None:
     assert times[-1] == report.seconds
     assert report.allocation_count == 50
     assert report.peak_bytes == 40
+
+
+def test_reading_the_recording_is_not_part_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1_000_000_000)
+
+    def read(_: object) -> list[object]:
+        clock.now += 7_000_000_000
+        return []
+
+    monkeypatch.setattr(tracker, "time", SimpleNamespace(time_ns=lambda: clock.now))
+    monkeypatch.setattr(tracker, "_allocation_events", read)
+    with track_memory("cpu") as report:
+        clock.now += 2_000_000_000
+    assert report.seconds == 2.0
+    assert report.timeline[-1] == MemoryPoint(2.0, 0)
 
 
 def test_allocation_inside_a_custom_op_is_counted() -> None:

@@ -156,9 +156,9 @@ class _Window:
             seconds = max(0.0, (event.start_time_ns - self._start_ns) * 1e-9)
             self._points.append(MemoryPoint(seconds, self._live))
 
-    def finish(self) -> None:
+    def finish(self, end_ns: int) -> None:
         report, device = self.report, self.report.device
-        report.seconds = (time.time_ns() - self._start_ns) * 1e-9
+        report.seconds = (end_ns - self._start_ns) * 1e-9
         peak = max(point.bytes for point in self._points)
         if device.type != "cpu":
             module = torch.get_device_module(device)
@@ -216,11 +216,12 @@ class _Recorder:
 
     def close(self, window: _Window) -> None:
         with self._lock:
+            end_ns = time.time_ns()  # reading the recording takes its time, not the block's
             try:
                 self._stop()
             finally:
                 self._windows.remove(window)
-            window.finish()
+            window.finish(end_ns)
             if self._windows:
                 self._start()
 
