@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .logit_transform import TileTransform, transform_block, transform_tile_torch
+from .logit_transform import TileTransform, slope_block, transform_block, transform_tile_torch
 from .triton_shim import jit, tl
 
 _BLOCK = 2048
@@ -177,10 +177,7 @@ def lm_head_gradient_kernel(
         gradient += tl.load(constant_ptr + row)
     rest = tl.load(target_rest_ptr + row)
     gradient += tl.where(columns == target, rest, -p * tl.load(target_ptr + row))
-    if HAS_SOFTCAP:
-        tanh = z * temperature / softcap
-        gradient = gradient * (1.0 - tanh * tanh)
-    gradient = gradient * (scale * inverse_temperature)
+    gradient *= slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
     if HAS_BIAS:
         gradient = tl.where(z == float("-inf"), 0.0, gradient)
     out = out_ptr + row * out_stride + columns

@@ -75,3 +75,16 @@ def transform_block(
         # only a bias masks tokens; the cap or a scale <= 0 would turn -inf into something else
         z = tl.where(x == float("-inf"), float("-inf"), z)
     return z
+
+
+@jit
+def slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
+    """dz / dx of a block x of raw float32 logits.
+
+    1 - tanh(a)^2 = 4 t / (1 + t)^2 with t = exp(-2|a|) keeps its digits where the cap saturates.
+    """
+    slope = scale * inverse_temperature
+    if HAS_SOFTCAP:
+        t = tl.exp(-2.0 * tl.abs(x * (scale / softcap)))
+        slope = slope * (4.0 * t / ((1.0 + t) * (1.0 + t)))
+    return slope
