@@ -43,8 +43,10 @@ def interleaved_medians(
 ) -> list[float]:
     """Return the median milliseconds of each work.
 
-    Every round runs every work once and starts at another one, so that clock and temperature
-    drift hits all alike. `warmup` rounds come first and are not counted.
+    Every round takes every work in turn and starts at another one, so that clock and temperature
+    drift hits all alike. A work is run once more right before it is timed: after a neighbour that
+    draws little power an H200 is clocked higher for a while, which gave one row up to 9 %.
+    `warmup` rounds come first and are not counted.
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; at least one round must be measured")
@@ -52,6 +54,7 @@ def interleaved_medians(
     for round_index in range(warmup + repeats):
         for step in range(len(works)):
             index = (round_index + step) % len(works)
+            works[index]()
             elapsed = milliseconds(works[index], device)
             if round_index >= warmup:
                 samples[index].append(elapsed)
