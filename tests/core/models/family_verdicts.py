@@ -1,0 +1,217 @@
+"""What lowpeak does with a family: right, tile by tile, refused or not buildable; see `check`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import tiny_models
+import torch
+from family_configs import tiny_config
+from tiny_models import token_batch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lowpeak.models import install_fused_forward, reduce_memory
+
+RIGHT = "right"
+TILES = "tile by tile"
+REFUSED = "refused"
+NOT_BUILDABLE = "not buildable"
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# float32 against float64 of the same float32 logits.
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+MOST_PARAMETERS = 3_000_000
+MOST_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one family.
+
+    Args:
+        family: `model_type` of its configuration.
+        class_name: of the model.
+        result: RIGHT, TILES, REFUSED or NOT_BUILDABLE.
+        reason: of a refusal or a failure to build.
+        training: whether `reduce_memory` trains it; why not, where it does not.
+    """
+
+    family: str
+    class_name: str
+    result: str
+    reason: str = ""
+    training: str = ""
+
+
+class NotBuildable(Exception):  # noqa: N818 - a verdict, not an error
+    """The model's own constructor, forward or backward failed on the tiny configuration."""
+
+
+def families() -> dict[str, tuple[Any, Any]]:
+    """Configuration and model class of every causal language model, by model type."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        chosen = model_class[0] if isinstance(model_class, tuple) else model_class
+        found[config_class.model_type] = (config_class, chosen)
+    return dict(sorted(found.items()))
+
+
+def check(family: str) -> Verdict:
+    """Build a tiny model of the family and compare all that lowpeak computes with its own logits.
+
+    Raises:
+        AssertionError: when lowpeak computes something else without saying so.
+    """
+    config_class, model_class = families()[family]
+    try:
+        with _not_longer_than(MOST_SECONDS):
+            model = build(config_class, model_class)
+            own, own_gradients = _own_scores(model)
+    except NotBuildable as failure:
+        return Verdict(family, model_class.__name__, NOT_BUILDABLE, str(failure))
+    with _not_longer_than(MOST_SECONDS):
+        result, reason = _compare(model, own, own_gradients)
+        training = "" if result == REFUSED else _train(model)
+    return Verdict(family, model_class.__name__, result, reason, training)
+
+
+def build(config_class: Any, model_class: Any) -> PreTrainedModel:
+    """A tiny model with logits of some size, or NotBuildable."""
+    try:
+        config = tiny_config(config_class)
+        inner = [n for n, c in config_class.sub_configs.items() if c is model_class.config_class]
+        config = getattr(config, inner[0]) if inner else config
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in model_class(config).parameters())
+    except Exception as error:
+        raise NotBuildable(_first_line("constructor", error)) from error
+    if parameters > MOST_PARAMETERS:
+        raise NotBuildable(f"{parameters} parameters")
+    torch.manual_seed(0)
+    model: PreTrainedModel = model_class(config).eval()
+    _enlarge_head(model)
+    return model.to(tiny_models.DEVICE)
+
+
+def _enlarge_head(model: PreTrainedModel) -> None:
+    """Logits of some size, and a bias that is not zero: mistakes in them show."""
+    head = model.get_output_embeddings()
+    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+        return
+    with torch.no_grad():
+        head.weight.mul_(0.5 / head.weight.std())
+        if isinstance(getattr(head, "bias", None), Tensor):
+            head.bias.normal_()
+
+
+def _own_scores(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Statistics of the model's own logits in float64, and the gradients of their objective."""
+    batch = token_batch()
+    labels = batch.pop("labels")[:, 1:]
+    try:
+        torch.manual_seed(0)
+        logits = model(**batch, use_cache=False).logits
+        z = logits[:, :-1].double()
+        mask = labels != -100
+        log_p = z.log_softmax(-1)
+        index = labels.clamp(min=0).unsqueeze(-1)
+        scores = {
+            "log_probs": log_p.gather(-1, index).squeeze(-1),
+            "entropy": -(log_p.exp() * log_p.masked_fill(log_p.isinf(), 0)).sum(-1),
+            "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+            "mean_logits": z.mean(-1),
+        }
+        scores = {name: torch.where(mask, value, 0.0) for name, value in scores.items()}
+        scores["is_top1"] = (z.argmax(-1) == labels) & mask
+        scores["loss"] = -scores["log_probs"].sum() / mask.sum()
+        gradients = _gradients(model, scores)
+    except Exception as error:
+        raise NotBuildable(_first_line("forward", error)) from error
+    if not logits.isfinite().all():
+        raise NotBuildable("forward: its logits are not finite")
+    return scores, gradients
+
+
+def _gradients(model: PreTrainedModel, scores: Any) -> dict[str, Tensor]:
+    """Of the loss and of each entropy with a weight of its own, by parameter."""
+    weights = torch.linspace(-1, 1, scores["entropy"].numel(), device=scores["entropy"].device)
+    objective = scores["loss"] + (scores["entropy"] * weights.view_as(scores["entropy"])).sum()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(objective, tuple(named.values()), allow_unused=True)
+    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+def _compare(
+    model: PreTrainedModel, own: dict[str, Tensor], own_gradients: dict[str, Tensor]
+) -> tuple[str, str]:
+    batch = token_batch()
+    try:
+        handle = install_fused_forward(model, outputs=OUTPUTS)
+    except ValueError as refusal:
+        return REFUSED, _text(refusal)
+    try:
+        torch.manual_seed(0)
+        fused = model(**batch, fused_lm_head=True, output_router_logits=False)
+        route = handle.fused.route(model, batch["labels"])
+    except ValueError as refusal:
+        return REFUSED, _text(refusal)
+    finally:
+        handle.remove()
+    for name, value in own.items():
+        torch.testing.assert_close(
+            fused[name], value, check_dtype=False, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    gradients = _gradients(model, fused)
+    assert gradients.keys() == own_gradients.keys()
+    scale = max(gradient.norm().item() for gradient in own_gradients.values())
+    for name, expected in own_gradients.items():
+        assert (gradients[name] - expected).norm().item() <= 2e-5 * scale, name
+    return (RIGHT if route.transform is not None else TILES), ""
+
+
+def _train(model: PreTrainedModel) -> str:
+    """Compare the loss of `reduce_memory` with the model's own; why it refuses, if it does."""
+    batch = token_batch()
+    model.train()
+    torch.manual_seed(0)
+    own = model(**batch).loss
+    handle = reduce_memory(model)
+    try:
+        torch.manual_seed(0)
+        loss = model(**batch).loss
+    except ValueError as refusal:
+        return _text(refusal)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(loss, own, rtol=1e-5, atol=1e-5)
+    return "yes"
+
+
+@contextmanager
+def _not_longer_than(seconds: int) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"longer than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _first_line(where: str, error: Exception) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{where}: {type(error).__name__}: {text.strip()}"
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split())
