@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import trl
 
-from lowpeak.config import MemoryConfig
-
 from .mixin import LowpeakMixin
+from .removed_options import TrainerConfig
 
 
 @dataclass
-class DPOConfig(MemoryConfig, trl.DPOConfig):
+class DPOConfig(TrainerConfig, trl.DPOConfig):
     """Settings of `trl.DPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import trl
 
-from lowpeak.config import MemoryConfig
-
 from .mixin import LowpeakMixin
+from .removed_options import TrainerConfig
 
 
 @dataclass
-class GRPOConfig(MemoryConfig, trl.GRPOConfig):
+class GRPOConfig(TrainerConfig, trl.GRPOConfig):
     """Settings of `trl.GRPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

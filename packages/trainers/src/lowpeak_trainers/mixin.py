@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from lowpeak.config import MemoryConfig
 
-from .compatibility import SEAM_MODULES
-from .fused_forward import HeadFromConfig
-from .seam import heads_from, seam_modules_of
+from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
+from .evaluation import TokenWeightedEvaluation
+from .fused_forward import HeadFromConfig, report_no_head
+from .seam import SEAMS, heads_from, trl_modules_of
+from .use_cache import KeepsUseCache
 
 
-class LowpeakMixin:
+class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
     """Gives the TRL trainer that follows it in the bases the memory techniques of lowpeak.
 
     `class Mine(LowpeakMixin, MyGRPOTrainer)` needs nothing else. Settings come from the trainer's
-    `args` when these are a MemoryConfig (SFTConfig, DPOConfig and GRPOConfig of lowpeak are), and
-    are the defaults otherwise. Raises TypeError when the class is defined with the mixin behind
-    the trainer, and at construction when no supported TRL trainer is among its bases.
+    `args` when these are a MemoryConfig (SFTConfig and the other configs of lowpeak are), and are
+    the defaults otherwise. A DistillationTrainer needs DistillationMixin instead. Raises TypeError
+    when the class is defined with the mixin behind the trainer, and at construction when no
+    supported TRL trainer is among its bases.
     """
 
     args: Any
+    # Whether the class computes the loss of DistillationTrainer itself.
+    _distils: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        modules = trl_modules_of(cls)
+        if DISTILLATION_MODULE in modules and not cls._distils:
+            raise TypeError(
+                f"{cls.__name__} is a DistillationTrainer, whose loss LowpeakMixin does not "
+                "compute. Put lowpeak_trainers.DistillationMixin in its place."
+            )
         order = cls.__mro__
         for trainer in order[: order.index(LowpeakMixin)]:
             if (
                 trainer is not cls
-                and seam_modules_of(trainer)
+                and trl_modules_of(trainer)
                 and LowpeakMixin not in trainer.__mro__
             ):
                 raise TypeError(
@@ -40,14 +51,17 @@ class LowpeakMixin:
                 )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        modules = seam_modules_of(type(self))
+        modules = trl_modules_of(type(self))
         if not modules:
             raise TypeError(
                 f"{type(self).__name__} has no supported TRL trainer among its bases. Supported "
-                f"are the trainers of {', '.join(SEAM_MODULES)}."
+                f"are the trainers of {', '.join((*SEAM_MODULES, REWARD_MODULE))}."
             )
-        with heads_from(HeadFromConfig(type(self).__name__, self._memory_config), modules):
+        installer = HeadFromConfig(type(self).__name__, self._memory_config)
+        with heads_from(installer, [name for name in modules if name in SEAMS]):
             super().__init__(*args, **kwargs)
+        if REWARD_MODULE in modules:
+            report_no_head(type(self).__name__, self._memory_config())
 
     def _memory_config(self) -> MemoryConfig:
         return self.args if isinstance(self.args, MemoryConfig) else MemoryConfig()
@@ -55,12 +69,12 @@ class LowpeakMixin:
 
 @contextmanager
 def enabled(config: MemoryConfig | None = None) -> Iterator[None]:
-    """Let stock SFT, DPO and GRPO trainers of TRL that are built inside use lowpeak.
+    """Let stock SFT, DPO, KTO, GRPO and RLOO trainers of TRL that are built inside use lowpeak.
 
     `with lowpeak_trainers.enabled(): trainer = trl.DPOTrainer(...)`; training may happen outside.
     `config` holds the settings of them all.
     Trainers that have LowpeakMixin keep their own settings. Threads started inside are not
-    affected.
+    affected. DistillationTrainer, whose loss a subclass overrides, keeps that of TRL.
     """
     settings = MemoryConfig() if config is None else config
     with heads_from(HeadFromConfig("enabled()", lambda: settings)):

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import trl
 
-from lowpeak.config import MemoryConfig
-
 from .mixin import LowpeakMixin
+from .removed_options import TrainerConfig
 
 
 @dataclass
-class SFTConfig(MemoryConfig, trl.SFTConfig):
+class SFTConfig(TrainerConfig, trl.SFTConfig):
     """Settings of `trl.SFTConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 
