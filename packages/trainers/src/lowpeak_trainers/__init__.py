@@ -4,7 +4,10 @@ from .compatibility import UnsupportedTrlError
 from .dpo import DPOConfig, DPOTrainer
 from .fused_forward import add_fused_lm_head
 from .grpo import GRPOConfig, GRPOTrainer
+from .kto import KTOConfig, KTOTrainer
 from .mixin import LowpeakMixin, enabled
+from .reward import RewardConfig, RewardTrainer
+from .rloo import RLOOConfig, RLOOTrainer
 from .sft import SFTConfig, SFTTrainer
 
 __all__ = [
@@ -12,7 +15,13 @@ __all__ = [
     "DPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "LowpeakMixin",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
     "UnsupportedTrlError",

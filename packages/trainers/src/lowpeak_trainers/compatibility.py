@@ -19,8 +19,19 @@ HEAD_NAME = "add_fused_lm_head"
 SEAM_MODULES = (
     "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer",
+    "trl.trainer.kto_trainer",
     "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
 )
+# Its loss is overridden. Its model has two heads to compare, so it never asks for one.
+DISTILLATION_MODULE = "trl.trainer.distillation_trainer"
+# Its model scores a sequence with one number: there is no language model head.
+REWARD_MODULE = "trl.trainer.reward_trainer"
+# What lowpeak overrides in the trainer of DISTILLATION_MODULE, or calls, and its parameters.
+DISTILLATION_METHODS = {
+    "_compute_loss": "self, unwrapped_student, inputs, num_items_in_batch",
+    "__init__": "self, model, teacher_model=None, args=None",
+}
 
 
 class UnsupportedTrlError(ImportError):
@@ -31,7 +42,8 @@ def check_trl(replacement: Callable[..., Any]) -> None:
     """Raise UnsupportedTrlError unless the installed TRL has the seam that `replacement` fits.
 
     Checked are the version, `add_fused_lm_head` in each of SEAM_MODULES with the parameters and
-    defaults of `replacement`, and the fields of TRL's fused output. All faults come in one error.
+    defaults of `replacement`, the fields of TRL's fused output, and the methods of its
+    DistillationTrainer that lowpeak overrides. All faults come in one error.
     """
     if not SpecifierSet(SUPPORTED_TRL).contains(trl.__version__, prereleases=True):
         raise _unsupported(["its version is not supported"])
@@ -41,6 +53,7 @@ def check_trl(replacement: Callable[..., Any]) -> None:
         for fault in _module_faults(importlib.import_module(name), replacement)
     ]
     faults += _output_faults(importlib.import_module("trl.trainer.utils"))
+    faults += _distillation_faults(importlib.import_module(DISTILLATION_MODULE))
     if faults:
         raise _unsupported(faults)
 
@@ -62,6 +75,21 @@ def _output_faults(utils: ModuleType) -> list[str]:
     ours = {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
     unknown = sorted({field.name for field in dataclasses.fields(theirs)} - ours)
     return [f"FusedCausalLMOutput has fields unknown to lowpeak: {unknown}"] if unknown else []
+
+
+def _distillation_faults(module: ModuleType) -> list[str]:
+    trainer = vars(module).get("DistillationTrainer")
+    if trainer is None:
+        return [f"{module.__name__} has no DistillationTrainer"]
+    faults = []
+    for name, wanted in DISTILLATION_METHODS.items():
+        method = getattr(trainer, name, None)
+        found = None if method is None else _parameters(method)
+        if found is None:
+            faults.append(f"DistillationTrainer has no {name}")
+        elif not f"{found}, ".startswith(f"{wanted}, "):
+            faults.append(f"DistillationTrainer.{name} takes ({found}), not ({wanted})")
+    return faults
 
 
 def _parameters(function: Callable[..., Any]) -> str:

@@ -78,6 +78,22 @@ class HeadFromConfig:
             logger.info("fused LM head: off in %s, by %s; TRL's own is used", self._owner, reason)
 
 
+def report_no_head(owner: str, config: MemoryConfig) -> None:
+    """Log that the model of `owner` has no language model head; warn of options for one."""
+    config.validate_memory_config()
+    logger.info("fused LM head: nothing to do in %s, whose model has no such head", owner)
+    ignored = [
+        f"{name}={value!r}"
+        for name, value in (
+            ("fused_lm_head", config.fused_lm_head or None),
+            ("lm_head_scratch_bytes", config.lm_head_scratch_bytes),
+        )
+        if value is not None
+    ]
+    if ignored:
+        logger.warning("%s ignores %s: its model has no LM head", owner, ", ".join(ignored))
+
+
 def why_head_is_off(config: MemoryConfig) -> str | None:
     """What switched lowpeak's fused head off, or None when it is on."""
     if technique_enabled("head", config.fused_lm_head):

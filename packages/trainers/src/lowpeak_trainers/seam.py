@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import nn
 
-from .compatibility import HEAD_NAME, SEAM_MODULES
+from .compatibility import DISTILLATION_MODULE, HEAD_NAME, REWARD_MODULE, SEAM_MODULES
 
 
 class FusedHeadFunction(Protocol):
@@ -116,10 +116,11 @@ def heads_from(installer: Installer, module_names: Iterable[str] = SEAM_MODULES)
         _installer.reset(token)
 
 
-def seam_modules_of(trainer_class: type) -> tuple[str, ...]:
-    """Names of the TRL modules whose trainers `trainer_class` is derived from."""
+def trl_modules_of(trainer_class: type) -> tuple[str, ...]:
+    """Names of the supported TRL modules whose trainers `trainer_class` is derived from."""
+    supported = (*SEAM_MODULES, DISTILLATION_MODULE, REWARD_MODULE)
     return tuple(
         parent.__module__
         for parent in trainer_class.__mro__
-        if parent.__module__ in SEAMS and "__init__" in vars(parent)
+        if parent.__module__ in supported and "__init__" in vars(parent)
     )

@@ -1,0 +1,22 @@
+"""Reward models, trained on preferences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trl
+
+from .mixin import LowpeakMixin
+from .removed_options import TrainerConfig
+
+
+@dataclass
+class RewardConfig(TrainerConfig, trl.RewardConfig):
+    """Settings of `trl.RewardConfig` and `lowpeak.MemoryConfig`, all on the command line."""
+
+
+class RewardTrainer(LowpeakMixin, trl.RewardTrainer):
+    """`trl.RewardTrainer` with the memory techniques of lowpeak: same arguments, same results.
+
+    A reward model scores a sequence with one number, so there are no logits to save.
+    """

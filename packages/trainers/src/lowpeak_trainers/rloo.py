@@ -1,0 +1,19 @@
+"""REINFORCE with a leave-one-out baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trl
+
+from .mixin import LowpeakMixin
+from .removed_options import TrainerConfig
+
+
+@dataclass
+class RLOOConfig(TrainerConfig, trl.RLOOConfig):
+    """Settings of `trl.RLOOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
+
+
+class RLOOTrainer(LowpeakMixin, trl.RLOOTrainer):
+    """`trl.RLOOTrainer` with the memory techniques of lowpeak: same arguments, same results."""
