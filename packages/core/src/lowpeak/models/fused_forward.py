@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowpeak.lm_head import LMHeadOutput, LogitTransform, fused_lm_head
 
 from .inspection import Head, logit_transform, read_head
+from .layout import BatchLayout
 from .outputs import FusedCausalLMOutput
 from .self_test import Route, choose_route
 
@@ -39,6 +40,7 @@ class ForwardSettings:
     cast_lm_head_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
     scratch_bytes: int | None = None
+    layout: BatchLayout | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.outputs) - set(OUTPUT_NAMES))
@@ -78,8 +80,25 @@ class FusedForward:
         num_items_in_batch: Tensor | int | None,
     ) -> FusedCausalLMOutput:
         """Run the backbone of `model` on the `arguments` and score the labels."""
-        if labels is None and shift_labels is None:
-            raise ValueError("fused_lm_head=True needs labels or shift_labels, the tokens to score")
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("fused_lm_head=True needs labels or shift_labels to score")
+            layout = self.settings.layout
+            rearranged = None if layout is None else layout(arguments, labels)
+            if rearranged is not None:
+                labels = rearranged.labels
+                output = self._run(model, rearranged.arguments, labels, None, num_items_in_batch)
+                return rearranged.restore(output)
+        return self._run(model, arguments, labels, shift_labels, num_items_in_batch)
+
+    def _run(
+        self,
+        model: Any,
+        arguments: dict[str, Any],
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> FusedCausalLMOutput:
         config = model.config.get_text_config()
         arguments = {**arguments, "use_cache": False}
         if not model.config.return_dict or "return_dict" in arguments:
@@ -232,6 +251,7 @@ def install_fused_forward(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
     scratch_bytes: int | None = None,
+    layout: BatchLayout | None = None,
 ) -> FusedForwardHandle:
     """Teach a transformers causal LM to score labels without their logits.
 
@@ -247,12 +267,16 @@ def install_fused_forward(
         outputs: fields to compute, among log_probs (always), entropy, log_sum_sq_probs,
             mean_logits, is_top1.
         scratch_bytes: see `fused_lm_head`.
+        layout: computes calls with labels in a layout of its own, such as without padding; it must
+            not change any token's log-probability.
 
     Raises:
         ValueError: for an unknown output, a model without a head, an adapter on the head, and a
             model that has a fused forward already.
     """
-    settings = ForwardSettings(temperature, cast_lm_head_to_fp32, tuple(outputs), scratch_bytes)
+    settings = ForwardSettings(
+        temperature, cast_lm_head_to_fp32, tuple(outputs), scratch_bytes, layout
+    )
 
     def adapt(fused: FusedForward) -> Callable[..., Any]:
         def forward(

@@ -1,0 +1,136 @@
+"""Padded batches computed without their padding: all sequences as documents of one packed row.
+
+The trainer, its collator and its loss keep the padded layout; only the model's fused forward sees
+the packed row, and its per-token results go back to where the tokens were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.models import FusedCausalLMOutput
+
+IGNORE_INDEX = -100
+# Arguments that say nothing of single tokens; a call with any other is left padded.
+_ROW_ARGUMENTS = frozenset({"output_router_logits", "return_dict", "use_cache"})
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """A padded batch [B, S] as one row [1, T] of its T real tokens.
+
+    Args:
+        arguments: of the backbone: input_ids, position_ids [1, T] that restart in each document,
+            cu_seq_lens_q and cu_seq_lens_k [documents + 1] int32, max_length_q and max_length_k.
+        labels: [1, T], -100 at the first token of each document, which nothing predicts.
+        places: [T] int64, where in the flattened batch each token was.
+        padded_labels: [B, S] as the caller gave them.
+    """
+
+    arguments: dict[str, Any]
+    labels: Tensor
+    places: Tensor
+    padded_labels: Tensor
+
+    def restore(self, output: FusedCausalLMOutput) -> FusedCausalLMOutput:
+        """Per-token fields [B, S - 1] of the packed row's [1, T - 1], 0 at padding."""
+        fields = {name: getattr(output, name) for name in _PER_TOKEN}
+        spread = {name: self._spread(x) for name, x in fields.items() if x is not None}
+        mask = self.padded_labels[:, 1:] != IGNORE_INDEX
+        return FusedCausalLMOutput(
+            loss=output.loss, aux_loss=output.aux_loss, label_mask=mask, **spread
+        )
+
+    def _spread(self, values: Tensor) -> Tensor:
+        # values[0, i] belongs to token i + 1, the filling's at the end to none; the first token of a
+        # document holds 0
+        places = self.places[1:].to(values.device)
+        padded = values.new_zeros(rows * columns)
+        padded = padded.index_copy(0, places, values[0, : places.numel()])
+        return padded.view(rows, columns)[:, 1:]
+
+
+class PaddingFree:
+    """Packs the padded fused calls of a model; a `lowpeak.models.BatchLayout`.
+
+    A call is left padded where it has no padding mask [B, S] of zeros and ones, where it carries
+    anything else per token or per image, where padding has a label, and where a label follows
+    padding, from which it would have to be predicted.
+
+    Args:
+        multiple: the packed row is filled up to a multiple of this many tokens, the filling being
+            a document of its own without labels; None for no filling. A call for router logits is
+            never filled, since the load-balancing loss counts every token.
+    """
+
+    def __init__(self, multiple: int | None = None) -> None:
+        if multiple is not None and multiple < 1:
+            raise ValueError(f"multiple={multiple}: pass a positive number of tokens or None")
+        self._multiple = multiple
+
+    def __call__(self, arguments: dict[str, Any], labels: Tensor) -> PackedRow | None:
+        """The call as one packed row, or None to leave it padded."""
+        given = {name for name, value in arguments.items() if value is not None}
+        mask = arguments.get("attention_mask")
+        if mask is None or mask.dim() != 2 or "input_ids" not in given:
+            return None
+        if given - _ROW_ARGUMENTS - {"input_ids", "attention_mask"}:
+            return None
+        real = mask != 0
+        starts = real & ~nn.functional.pad(real[:, :-1], (1, 0))
+        starts[:, 0] = real[:, 0]
+        # labels of padding, or predicted from it
+        orphans = (starts | ~real)[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)
+        # shapes below depend on these numbers
+        lengths, breaks, orphan_count = _numbers(real, starts, orphans)
+        if orphan_count or not sum(lengths) or max(breaks) > 1:
+            return None
+        return self._pack(arguments, labels, real, [n for n in lengths if n])
+
+    def _pack(
+        self, arguments: dict[str, Any], labels: Tensor, real: Tensor, lengths: list[int]
+    ) -> PackedRow:
+        tokens, device = sum(lengths), real.device
+        places = real.reshape(-1).nonzero().squeeze(1)
+        ids = arguments["input_ids"].reshape(-1).index_select(0, places)
+        fill = 0
+        if self._multiple is not None and not arguments.get("output_router_logits"):
+            fill = -tokens % self._multiple
+        documents = [*lengths, fill] if fill else lengths
+        ends = torch.tensor([0, *documents], device=device).cumsum(0)
+        positions = torch.arange(tokens + fill, device=device)
+        begins = ends[:-1].repeat_interleave(
+            torch.tensor(documents, device=device), output_size=tokens + fill
+        )
+        row_labels = labels.reshape(-1).index_select(0, places.to(labels.device))
+        row_labels = nn.functional.pad(row_labels, (0, fill), value=IGNORE_INDEX)
+        row_labels[ends[:-1].to(labels.device)] = IGNORE_INDEX
+        bounds, longest = ends.to(torch.int32), max(documents)
+        return PackedRow(
+            arguments={
+                **{name: arguments[name] for name in _ROW_ARGUMENTS if name in arguments},
+                "input_ids": nn.functional.pad(ids, (0, fill)).unsqueeze(0),
+                "position_ids": (positions - begins).unsqueeze(0),
+                "cu_seq_lens_q": bounds,
+                "cu_seq_lens_k": bounds,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            },
+            labels=row_labels.unsqueeze(0),
+            places=places,
+            padded_labels=labels,
+        )
+
+
+def _numbers(real: Tensor, starts: Tensor, orphans: Tensor) -> tuple[list[int], list[int], int]:
+    """Tokens of each row, unbroken stretches of tokens of each row, labels at or behind padding."""
+    facts = torch.stack([real.sum(1), starts.sum(1)])
+    count = orphans.sum().reshape(1).to(facts.device)
+    *values, orphan_count = torch.cat([facts.flatten(), count]).tolist()
+    half = len(values) // 2
+    return values[:half], values[half:], orphan_count
