@@ -47,12 +47,12 @@ class PackedRow:
         )
 
     def _spread(self, values: Tensor) -> Tensor:
-        # values[0, i] belongs to token i + 1, the filling's at the end to none; the first token of a
-        # document holds 0
+        # values[0, i] belongs to token i + 1, those of the filling to none; a document's first
+        # token holds 0
         places = self.places[1:].to(values.device)
-        padded = values.new_zeros(rows * columns)
+        padded = values.new_zeros(self.padded_labels.numel())
         padded = padded.index_copy(0, places, values[0, : places.numel()])
-        return padded.view(rows, columns)[:, 1:]
+        return padded.view(self.padded_labels.shape)[:, 1:]
 
 
 class PaddingFree:
