@@ -11,6 +11,7 @@ for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"
 os.environ["WANDB_MODE"] = "disabled"
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -56,6 +57,42 @@ def device() -> torch.device:
     if HAS_CUDA:
         return torch.device("cuda")
     return torch.device("xpu" if HAS_XPU else "cpu")
+
+
+# TrainingArguments hands settings to accelerate through the environment (ACCELERATE_DYNAMO_BACKEND
+# and others), where the trainers of later tests would find them.
+HANDED_ON = "ACCELERATE_"
+
+
+def plain_torch() -> None:
+    """Give torch the global state that the tests expect, whatever was there.
+
+    float32 products in float32: TF32 is the user's choice, no oracle of ours knows it. transformers
+    sets it by torch.backends.fp32_precision, accelerate by allow_tf32, and torch refuses to read
+    one where only the other was set: so both are set.
+    """
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = False
+    torch.use_deterministic_algorithms(False)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    if HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode():
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def _torch_state() -> Iterator[None]:
+    """No test inherits the global state of another."""
+    plain_torch()
+    handed_on = {name: os.environ[name] for name in os.environ if name.startswith(HANDED_ON)}
+    yield
+    plain_torch()
+    for name in [name for name in os.environ if name.startswith(HANDED_ON)]:
+        del os.environ[name]
+    os.environ.update(handed_on)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from lowpeak_bench.training_cases import (
     build_tokenizer,
     build_trainer,
 )
-from lowpeak_bench.training_step import LEFTOVER_BYTES, main, parser, run_case, step_clock
+from lowpeak_bench.training_step import main, parser, run_case, step_clock
 
 TOKENS = 40
 CPU = torch.device("cpu")
@@ -82,9 +82,20 @@ def test_a_case_that_fails_is_shown_with_its_reason() -> None:
     assert result.seconds is None
 
 
+def make_cublas_take_its_workspaces() -> None:
+    """One of 32 MiB a thread (this one, and autograd's), kept until the process ends (H200)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(64, 64, device="cuda", dtype=dtype, requires_grad=True)
+        torch.nn.functional.linear(x, x, x[0]).sum().backward()
+        torch.bmm(x[None], x[None]).sum().backward()
+
+
 @pytest.mark.cuda
 def test_memory_of_a_case_is_free_after_it() -> None:
     arguments = ["--config", "tiny", "--lengths", "64", "--warmup", "1", "--repeats", "1"]
+    make_cublas_take_its_workspaces()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     assert main(arguments, io.StringIO()) == 0
     gc.collect()
-    assert torch.cuda.memory_allocated() < LEFTOVER_BYTES
+    assert torch.cuda.memory_allocated() <= before

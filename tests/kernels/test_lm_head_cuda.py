@@ -1,7 +1,9 @@
 """What only a GPU shows: 64-bit offsets, wide grids, CUDA graphs, synchronisations, streams."""
 
 import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -29,13 +31,23 @@ def _deterministic_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-@pytest.fixture(autouse=True)
-def _plain_float32() -> Iterator[None]:
-    """float32 products in float32: TF32 is the user's choice, not what these tests compare."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+@contextmanager
+def synchronisations(mode: str) -> Iterator[None]:
+    """Let torch "warn" of synchronisations, or make them an "error", until the block ends."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _set_sync_debug_mode(mode)
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """Setting it warns once a process that the mode is a prototype, before anything is checked."""
+    with warnings.catch_warnings():
+        prototype = "Synchronization debug mode is a prototype feature"
+        warnings.filterwarnings("ignore", prototype, UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize("scratch", [None, 16384 * 151936 * 2 + (1 << 30)], ids=["tiles", "one"])
@@ -102,11 +114,15 @@ def test_cuda_graph_of_forward_and_backward(outputs: tuple[str, ...], device: to
     upstream = upstream_for(case, outputs)
 
     def step() -> list[torch.Tensor]:
-        result = call(case, leaves, outputs, row_selection="all")
+        # New leaves on the same memory: a leaf keeps the stream of its first backward, and the
+        # ones of warm-up, capture and comparison are three.
+        views = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+        result = call(case, views, outputs, row_selection="all")
         values = [getattr(result, name) for name in upstream]
-        gradients = torch.autograd.grad(values, list(leaves.values()), list(upstream.values()))
-        return [*(getattr(result, name) for name in outputs), *gradients]
+        gradients = torch.autograd.grad(values, list(views.values()), list(upstream.values()))
+        return [*(getattr(result, name).detach() for name in outputs), *gradients]
 
+    # As the recipe for CUDA graphs in PyTorch's notes: warm-up on a side stream, then capture.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -134,11 +150,10 @@ def test_all_rows_never_synchronise(backend: str, device: torch.device) -> None:
     leaves, upstream = case.leaves(), upstream_for(case)
     backward(call(case, leaves, OUTPUTS, row_selection="all", backend=backend), upstream)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisations("error"):
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            upstream["log_probs"].sum().item()  # the mode is at work
         backward(call(case, leaves, OUTPUTS, row_selection="all", backend=backend), upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
@@ -150,14 +165,10 @@ def test_valid_rows_synchronise_once(ignored: float, device: torch.device) -> No
     leaves, upstream = case.leaves(), upstream_for(case)
     backward(call(case, leaves, OUTPUTS), upstream)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with pytest.warns(UserWarning, match="synchroniz") as caught:
-            result = call(case, leaves, OUTPUTS)
-        torch.cuda.set_sync_debug_mode("error")
+    with synchronisations("warn"), pytest.warns(UserWarning, match="synchroniz") as caught:
+        result = call(case, leaves, OUTPUTS)
+    with synchronisations("error"):
         backward(result, upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1
 
 

@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from collections.abc import Iterable
+from email import message_from_string
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -47,6 +49,28 @@ def build_pure(tree: Path, name: str, output: Path) -> None:
     """Build a wheel of a package straight from a tree, without the extension: quick."""
     options = ["--no-isolation", "--wheel", "--outdir", str(output)]
     run(sys.executable, "-m", "build", *options, "-Cwheel.cmake=false", tree / "packages" / name)
+
+
+def stub_wheel(folder: Path, name: str, version: str) -> None:
+    """Write a wheel of that name and version with nothing in it, and no requirements."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "".join(f"{info}/{file},,\n" for file in ("METADATA", "WHEEL", "RECORD")),
+    }
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(f"{info}/{file}", text)
+
+
+def declared_requirements(wheel: Path) -> set[str]:
+    """What a wheel requires, extras aside."""
+    with zipfile.ZipFile(wheel) as archive:
+        (file,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_string(archive.read(file).decode())
+    lines = metadata.get_all("Requires-Dist", [])
+    return {line for line in lines if Requirement(line).marker is None}
 
 
 def with_requirements(names: Iterable[str]) -> dict[str, Distribution]:

@@ -59,9 +59,13 @@ def test_error_does_not_grow_with_tiles(dtype: torch.dtype, device: torch.device
     true = truth(case, upstream)
     one = run(case, OUTPUTS, upstream, scratch_bytes=1 << 28)
     many = run(case, OUTPUTS, upstream, scratch_bytes=smallest_scratch(case))
+    # A quarter of a unit is what one rounding to `dtype` spreads by. The oracle is float64 itself:
+    # in float64 its own roundings, 1 unit, are part of both differences (3.1e-16 against 2.4e-16 at
+    # gradients of 0.4 on an H200).
+    units = 1.0 if dtype == torch.float64 else 0.25
     for name in ("hidden", "weight", "bias"):
         exact, single, tiled = true.gradients[name], one.gradients[name], many.gradients[name]
-        floor = float(exact.square().mean().sqrt()) * torch.finfo(dtype).eps / 4
+        floor = float(exact.square().mean().sqrt()) * torch.finfo(dtype).eps * units
         assert rms(tiled, exact) <= TILES_FACTOR * rms(single, exact) + floor, name
     for name in DIFFERENTIABLE:
         single, tiled = one.outputs[name], many.outputs[name]

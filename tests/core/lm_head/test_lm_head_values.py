@@ -138,4 +138,4 @@ def test_top1_tie_across_the_whole_vocabulary(device: torch.device) -> None:
     case = Case(torch.ones(5, 8, device=device), zeros, targets)
     ours = run_head(case, ("is_top1", "entropy"))
     assert ours.outputs["is_top1"].tolist() == [True, False, False, False, False]
-    assert error(ours.outputs["entropy"], torch.full((5,), 5000.0).log()) <= 2e-6
+    assert error(ours.outputs["entropy"], torch.full((5,), 5000.0, device=device).log()) <= 2e-6
