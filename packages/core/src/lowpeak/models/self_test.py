@@ -165,7 +165,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
     The mode of each module and the state of the random generators come back. Autocast caches no
     weight meanwhile: one cast without gradient would serve the training step that follows, and its
-    parameter would get no gradient.
+    parameter would get no gradient. Quantised layers keep their mode: on a CPU, bitsandbytes packs
+    a 4-bit weight anew at its first forward in eval mode, and rounds its scales to bfloat16.
     """
     modes = {module: module.training for module in model.modules()}
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
@@ -182,6 +183,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     )
     with generators, autocast:
         model.eval()
+        for module, mode in modes.items():
+            if any(not p.is_floating_point() for p in module.parameters(recurse=False)):
+                module.training = mode
         try:
             yield
         finally:
