@@ -109,7 +109,9 @@ def test_a2_softcap_before_temperature() -> None:
 def test_a3_logit_multipliers(family: str, scale: float) -> None:
     if not is_known(family):
         pytest.skip(f"this transformers has no {family}")
-    model = tiny_model(family)
+    # MiniCPM3's multiplier alone makes large logits; with the usual head they reach 1266, where one
+    # rounding of a float32 logit moves its probability by 6e-5 and every row is one-hot.
+    model = tiny_model(family, head_scale=0.5 if family == "minicpm3" else 40.0)
     assert logit_transform(model).scale == scale
     assert_equals_own(model, temperature=1.3)
 
