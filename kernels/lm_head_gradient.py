@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .logit_transform import TileTransform, slope_block, transform_block, transform_tile_torch
+from .logit_transform import (
+    TileTransform,
+    slope_block,
+    transform_block,
+    transform_slope_torch,
+    transform_tile_torch,
+)
 from .triton_shim import jit, tl
 
 _BLOCK = 2048
@@ -75,7 +81,7 @@ def gradient_tile_torch(
     dtype = coefficients.centre.dtype
     z = transform_tile_torch(tile, bias, temperature, transform, dtype)
     width = z.size(1)
-    slope = _transform_slope(z, temperature, transform)
+    slope = transform_slope_torch(z, temperature, transform)
     masked = z == -float("inf") if bias is not None else None
     z.sub_(coefficients.centre.unsqueeze(1))
     inside = ((targets >= start) & (targets < start + width)).unsqueeze(1)
@@ -100,24 +106,6 @@ def gradient_tile_torch(
     if masked is not None:
         gradient.masked_fill_(masked, 0.0)
     out.copy_(gradient)
-
-
-def _transform_slope(
-    z: Tensor, temperature: Tensor | None, transform: TileTransform
-) -> Tensor | None:
-    """dz / dx: [n, v] with a cap, [n, 1] with a temperature per row, None where it is 1."""
-    per_row = None if temperature is None else temperature.to(z.dtype).unsqueeze(1)
-    divisor = transform.temperature if per_row is None else per_row
-    if transform.softcap:
-        tanh = z * (divisor / transform.softcap)
-        return tanh.square_().neg_().add_(1.0).mul_(transform.scale / divisor)
-    if per_row is not None:
-        return transform.scale / per_row
-    if transform.scale == transform.temperature:
-        return None
-    return torch.full(
-        (1, 1), transform.scale / transform.temperature, dtype=z.dtype, device=z.device
-    )
 
 
 @jit

@@ -51,6 +51,24 @@ def transform_tile_torch(
     return z
 
 
+def transform_slope_torch(
+    z: Tensor, temperature: Tensor | None, transform: TileTransform
+) -> Tensor | None:
+    """dz / dx at z: [n, v] with a cap, [n, 1] with a temperature per row, None where it is 1."""
+    per_row = None if temperature is None else temperature.to(z.dtype).unsqueeze(1)
+    divisor = transform.temperature if per_row is None else per_row
+    if transform.softcap:
+        tanh = z * (divisor / transform.softcap)
+        return tanh.square_().neg_().add_(1.0).mul_(transform.scale / divisor)
+    if per_row is not None:
+        return transform.scale / per_row
+    if transform.scale == transform.temperature:
+        return None
+    return torch.full(
+        (1, 1), transform.scale / transform.temperature, dtype=z.dtype, device=z.device
+    )
+
+
 @jit
 def _tanh(a):
     # exp(-2|a|) alone loses the relative accuracy of a small a; the series' first omitted term is

@@ -9,18 +9,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import MemoryConfig
-    from .lm_head import LMHeadOutput, LogitTransform, fused_lm_head
+    from .lm_head import (
+        DivergenceOutput,
+        LMHeadOutput,
+        LogitTransform,
+        fused_divergence,
+        fused_lm_head,
+    )
     from .models import reduce_memory
 
 _HOMES = {
+    "DivergenceOutput": "lm_head",
     "LMHeadOutput": "lm_head",
     "LogitTransform": "lm_head",
     "MemoryConfig": "config",
+    "fused_divergence": "lm_head",
     "fused_lm_head": "lm_head",
     "reduce_memory": "models",
 }
 
-__all__ = ["LMHeadOutput", "LogitTransform", "MemoryConfig", "fused_lm_head", "reduce_memory"]
+__all__ = [
+    "DivergenceOutput",
+    "LMHeadOutput",
+    "LogitTransform",
+    "MemoryConfig",
+    "fused_divergence",
+    "fused_lm_head",
+    "reduce_memory",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,14 @@
-"""The fused LM head: log-probabilities and statistics of every token, never the logits."""
+"""The fused LM head: log-probabilities, statistics and divergences, never the logits."""
 
+from .divergence import DivergenceOutput, fused_divergence
 from .head import fused_lm_head
 from .output import LMHeadOutput
 from .transform import LogitTransform
 
-__all__ = ["LMHeadOutput", "LogitTransform", "fused_lm_head"]
+__all__ = [
+    "DivergenceOutput",
+    "LMHeadOutput",
+    "LogitTransform",
+    "fused_divergence",
+    "fused_lm_head",
+]

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
-from ..kernels.logit_transform import TileTransform
 from .gemm import add_product, product_into
+from .planner import NOTHING, TileCost, TilePlan
 from .statistics import normalise
-from .tiles import HeadInputs, TileWalk, slice_or_none, tile_cost, use_triton
+from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost, use_triton
 
 
 def run_backward(
     inputs: HeadInputs,
-    transform: TileTransform,
+    targets: Tensor,
     coefficients: RowCoefficients,
     needs: tuple[bool, bool, bool],
     scratch_bytes: int | None,
@@ -27,21 +27,19 @@ def run_backward(
     """Gradients of hidden [N, H], weight [V, H] and bias [V] in their own dtypes, where needed."""
     power = None
     if inputs.compute_dtype == torch.float16 and inputs.hidden.size(0):
-        divisor = transform.temperature if inputs.temperature is None else inputs.temperature
-        coefficients, power = normalise(coefficients, transform.scale / divisor)
-    gradients = _Gradients(inputs, needs, power)
+        coefficients, power = normalise(coefficients, inputs.slope)
+    gradients = HeadGradients(inputs, needs, power)
     if inputs.hidden.size(0) == 0:
         return gradients.zeros()
     triton = use_triton(backend, inputs)
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     walk = gradients.plan(triton, scratch_bytes)
-    in_place = inputs.tile_dtype == inputs.compute_dtype
-    buffer = None if in_place else walk.new_buffer(inputs.compute_dtype)
+    buffer = walk.gradient_buffer()
     parts = [
         (
             first,
             last,
-            inputs.targets[first:last],
+            targets[first:last],
             slice_or_none(inputs.temperature, first, last),
             coefficients.rows(first, last),
         )
@@ -49,16 +47,16 @@ def run_backward(
     ]
     for start, end, block in walk.vocabulary_blocks():
         bias = slice_or_none(inputs.bias, start, end)
-        for first, last, targets, temperature, part in parts:
+        for first, last, wanted, temperature, part in parts:
             logits = walk.logits(first, last, block)
-            tile = logits if buffer is None else walk.tile(buffer, *logits.shape)
-            gradient_of(logits, bias, targets, temperature, part, start, transform, tile)
+            tile = walk.gradient_tile(buffer, logits)
+            gradient_of(logits, bias, wanted, temperature, part, start, inputs.transform, tile)
             gradients.add(tile, (first, last), (start, end), block, walk.hidden[first:last])
         gradients.finish_block(start, end)
     return gradients.finish()
 
 
-class _Gradients:
+class HeadGradients:
     """The three gradients while tiles are added to them, vocabulary blocks in order."""
 
     def __init__(
@@ -73,22 +71,24 @@ class _Gradients:
         self._bias: Tensor | None = None
         self._block: Tensor | None = None
 
-    def plan(self, triton: bool, scratch_bytes: int | None) -> TileWalk:
+    def plan(self, triton: bool, scratch_bytes: int | None, beside: TileCost = NOTHING) -> TileWalk:
         """Choose the tiles and allocate the results and the accumulators that they make necessary.
 
         A block of the weight's gradient needs an accumulator where the weight's own dtype is too
-        narrow for one and the rows take more than one tile.
+        narrow for one and the rows take more than one tile. `beside` is the cost of what else needs
+        scratch for each tile.
         """
         inputs = self._inputs
         narrow = self._needs[1] and inputs.weight.dtype != self._dtype
         block = narrow and not self._direct(inputs.weight.dtype)
-        walk = TileWalk(inputs, "backward", tile_cost(inputs, triton, True, block), scratch_bytes)
-        if narrow and walk.plan.rows < inputs.hidden.size(0):
+        cost = tile_cost(inputs, triton, True, block) + beside
+        plan = head_plan(inputs, "backward", cost, scratch_bytes)
+        if narrow and plan.rows < inputs.hidden.size(0):
             block = True
-            cost = tile_cost(inputs, triton, True, block)
-            walk = TileWalk(inputs, "backward", cost, scratch_bytes)
-        self._allocate(walk, block)
-        return walk
+            cost = tile_cost(inputs, triton, True, block) + beside
+            plan = head_plan(inputs, "backward", cost, scratch_bytes)
+        self._allocate(plan, block)
+        return TileWalk(inputs, plan)
 
     def _direct(self, dtype: torch.dtype) -> bool:
         """Whether a single product can be written as the result, rounded once to `dtype`."""
@@ -104,17 +104,17 @@ class _Gradients:
         )
         return hidden, weight, bias
 
-    def _allocate(self, walk: TileWalk, block: bool) -> None:
+    def _allocate(self, plan: TilePlan, block: bool) -> None:
         inputs, (need_hidden, need_weight, need_bias) = self._inputs, self._needs
         hidden, weight = inputs.hidden, inputs.weight
         if need_hidden:
-            whole = walk.plan.columns >= weight.size(0) and self._direct(hidden.dtype)
+            whole = plan.columns >= weight.size(0) and self._direct(hidden.dtype)
             dtype = hidden.dtype if whole else self._dtype
             self._hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
         if need_weight:
             self._weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         if block:
-            shape = (walk.plan.columns, weight.size(1))
+            shape = (plan.columns, weight.size(1))
             self._block = torch.empty(shape, dtype=self._dtype, device=weight.device)
         if need_bias:
             self._bias = torch.zeros(weight.size(0), dtype=self._dtype, device=weight.device)

@@ -1,4 +1,4 @@
-"""Argument checks of `fused_lm_head`: everything that shapes and dtypes can tell."""
+"""Argument checks of the heads: everything that shapes and dtypes can tell."""
 
 from __future__ import annotations
 
@@ -29,12 +29,23 @@ def check_arguments(
     Raises:
         TypeError, ValueError: with the argument's name, what it is and what it should be.
     """
-    _check_tensors(hidden, weight, targets, bias, transform)
+    check_head("", hidden, weight, bias, transform)
+    check_targets(targets, hidden)
     if isinstance(outputs, str):
         raise TypeError(f"outputs={outputs!r} is a string: pass a tuple of names, ({outputs!r},)")
     unknown = [name for name in outputs if name not in OUTPUT_NAMES]
     if unknown or not outputs:
         raise ValueError(f"outputs={tuple(outputs)!r}: pass at least one of {OUTPUT_NAMES}")
+    check_options(row_selection, scratch_bytes, backend)
+    return tuple(name for name in OUTPUT_NAMES if name in outputs)
+
+
+def check_options(row_selection: str, scratch_bytes: int | None, backend: str) -> None:
+    """Check what says how to compute, not what.
+
+    Raises:
+        TypeError, ValueError: with the argument's name and what it should be.
+    """
     if row_selection not in ("valid", "all"):
         raise ValueError(f"row_selection={row_selection!r}: pass 'valid' or 'all'")
     if backend not in ("auto", "triton", "torch"):
@@ -43,54 +54,119 @@ def check_arguments(
         raise TypeError(f"scratch_bytes={scratch_bytes!r}: pass a whole number of bytes or None")
     if scratch_bytes is not None and scratch_bytes <= 0:
         raise ValueError(f"scratch_bytes={scratch_bytes}: pass a positive number of bytes or None")
-    return tuple(name for name in OUTPUT_NAMES if name in outputs)
 
 
-def _check_tensors(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    transform: LogitTransform,
+def check_head(
+    prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> None:
-    floats = {"hidden": hidden, "weight": weight}
+    """Check one head, whose arguments are called `prefix` + hidden, weight, bias, transform.
+
+    Raises:
+        TypeError, ValueError: with the argument's name and what it should be.
+    """
+    floats = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
     if bias is not None:
-        floats["bias"] = bias
-    for name, value in {**floats, "targets": targets}.items():
+        floats[f"{prefix}bias"] = bias
+    for name, value in floats.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is {value!r}: pass a tensor")
     if not isinstance(transform, LogitTransform):
-        raise TypeError(f"transform is {transform!r}: pass a LogitTransform")
+        raise TypeError(f"{prefix}transform is {transform!r}: pass a LogitTransform")
     for name, x in floats.items():
         if x.dtype not in _FLOATS:
             raise TypeError(f"{name} has dtype {x.dtype}: pass one of {_FLOATS}")
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets has dtype {targets.dtype}: pass int64 token ids")
     if weight.dim() != 2 or weight.numel() == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: pass [V, H], neither of them 0")
+        raise ValueError(
+            f"{prefix}weight has shape {tuple(weight.shape)}: pass [V, H], neither of them 0"
+        )
     if hidden.dim() == 0 or hidden.size(-1) != weight.size(1):
         raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}: "
-            "their last dimensions must agree"
+            f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight "
+            f"{tuple(weight.shape)}: their last dimensions must agree"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{prefix}bias has shape {tuple(bias.shape)}: pass ({weight.size(0)},)")
+    temperature = transform.temperature
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point():
+            raise TypeError(
+                f"{prefix}temperature has dtype {temperature.dtype}: pass a floating-point one"
+            )
+        if temperature.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"{prefix}temperature has shape {tuple(temperature.shape)}: pass a number or "
+                f"{tuple(hidden.shape[:-1])}, one for each row of {prefix}hidden"
+            )
+        floats[f"{prefix}temperature"] = temperature
+    for name, x in floats.items():
+        if x.device != hidden.device:
+            raise ValueError(f"{name} is on {x.device} and {prefix}hidden on {hidden.device}")
+
+
+def check_targets(targets: Tensor, hidden: Tensor) -> None:
+    """Check the targets of the rows of `hidden`.
+
+    Raises:
+        TypeError, ValueError: for another type, dtype, shape or device.
+    """
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets is {targets!r}: pass a tensor")
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets has dtype {targets.dtype}: pass int64 token ids")
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}: pass {tuple(hidden.shape[:-1])}, "
             "that of hidden without its last dimension"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}: pass ({weight.size(0)},)")
-    others = {**floats, "targets": targets}
-    temperature = transform.temperature
-    if isinstance(temperature, Tensor):
-        if not temperature.is_floating_point():
-            raise TypeError(f"temperature has dtype {temperature.dtype}: pass a floating-point one")
-        if temperature.shape != targets.shape:
-            raise ValueError(
-                f"temperature has shape {tuple(temperature.shape)}: pass a number or "
-                f"{tuple(targets.shape)}, the shape of targets"
-            )
-        others["temperature"] = temperature
-    for name, x in others.items():
-        if x.device != hidden.device:
-            raise ValueError(f"{name} is on {x.device} and hidden on {hidden.device}")
+    if targets.device != hidden.device:
+        raise ValueError(f"targets is on {targets.device} and hidden on {hidden.device}")
+
+
+def check_pair(student: Tensor, teacher: Tensor, mask: Tensor | None, beta: float) -> None:
+    """Check what the hidden states of a student and a teacher must share.
+
+    Raises:
+        TypeError, ValueError: with the argument's name and what it should be.
+    """
+    if not isinstance(beta, (int, float)):
+        raise TypeError(f"beta is {beta!r}: pass a number from 0 to 1")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta={beta}: pass a number from 0 (forward KL) to 1 (reverse KL)")
+    rows = student.shape[:-1]
+    if teacher.shape[:-1] != rows:
+        raise ValueError(
+            f"teacher_hidden has shape {tuple(teacher.shape)} and student_hidden "
+            f"{tuple(student.shape)}: all but their last dimensions must agree"
+        )
+    if teacher.device != student.device:
+        raise ValueError(
+            f"teacher_hidden is on {teacher.device} and student_hidden on {student.device}"
+        )
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask is {mask!r}: pass a tensor or None")
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"mask has dtype {mask.dtype}: pass a bool or integer one")
+    if mask.shape != rows:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}: pass {tuple(rows)}")
+    if mask.device != student.device:
+        raise ValueError(f"mask is on {mask.device} and student_hidden on {student.device}")
+
+
+def shared_vocabulary(student_weight: Tensor, teacher_weight: Tensor, vocabulary: str) -> int:
+    """How many tokens are compared: those of both heads, or the first that both have.
+
+    Raises:
+        ValueError: for heads of different sizes unless vocabulary="shared".
+    """
+    if vocabulary not in ("same", "shared"):
+        raise ValueError(f"vocabulary={vocabulary!r}: pass 'same' or 'shared'")
+    sizes = (student_weight.size(0), teacher_weight.size(0))
+    if vocabulary == "same" and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"student_weight has {sizes[0]} rows and teacher_weight {sizes[1]}: their vocabularies "
+            "differ. Where one tokenizer serves both and only the padding of the heads differs, "
+            f"pass vocabulary='shared' to compare the first {min(sizes)} tokens"
+        )
+    return min(sizes)

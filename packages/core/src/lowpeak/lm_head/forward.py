@@ -5,19 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_tile_triton
-from ..kernels.logit_transform import TileTransform
 from .statistics import finish_statistics
-from .tiles import HeadInputs, TileWalk, slice_or_none, tile_cost, use_triton
+from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost, use_triton
 
 
 def run_forward(
     inputs: HeadInputs,
-    transform: TileTransform,
+    targets: Tensor,
     names: tuple[str, ...],
     scratch_bytes: int | None,
     backend: str,
 ) -> dict[str, Tensor]:
-    """The outputs `names` of each row, [N], with those that the backward needs."""
+    """The outputs `names` of each row, [N], with those that the backward needs.
+
+    `targets` [N] int64 in [0, V).
+    """
     folded = Folded(
         entropy="entropy" in names,
         squares="log_sum_sq_probs" in names,
@@ -30,13 +32,13 @@ def run_forward(
         triton = use_triton(backend, inputs)
         fold = fold_tile_triton if triton else fold_tile_torch
         cost = tile_cost(inputs, triton, backward=False, weight_block=False)
-        walk = TileWalk(inputs, "forward", cost, scratch_bytes)
+        walk = TileWalk(inputs, head_plan(inputs, "forward", cost, scratch_bytes))
         # sliced once: slicing anew for every tile would cost more than launching its kernels
         parts = [
             (
                 first,
                 last,
-                inputs.targets[first:last],
+                targets[first:last],
                 slice_or_none(inputs.temperature, first, last),
                 sums.rows(first, last),
             )
@@ -44,7 +46,7 @@ def run_forward(
         ]
         for start, end, block in walk.vocabulary_blocks():
             bias = slice_or_none(inputs.bias, start, end)
-            for first, last, targets, temperature, part in parts:
+            for first, last, wanted, temperature, part in parts:
                 logits = walk.logits(first, last, block)
-                fold(logits, bias, targets, temperature, part, start, transform, folded)
+                fold(logits, bias, wanted, temperature, part, start, inputs.transform, folded)
     return finish_statistics(sums, inputs.weight.size(0), names)

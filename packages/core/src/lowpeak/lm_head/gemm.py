@@ -26,6 +26,15 @@ def has_wide_output(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of hidden @ weight.T: autocast's, or the wider of both where there is none."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    # torch's autocast leaves float64 alone
+    if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
+    return dtype
+
+
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b, rounded once to the dtype of `out` (that of `a` and `b`, or float32)."""
     if out.dtype == a.dtype:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_arguments
+from .gemm import product_dtype
 from .ops import (
     DIFFERENTIABLE_NAMES,
     SAVED_NAMES,
@@ -18,7 +19,7 @@ from .ops import (
     result_names,
 )
 from .output import LMHeadOutput
-from .rows import assert_rows, select_rows
+from .rows import assert_rows, placed, select_rows
 from .transform import LogitTransform
 
 _IDENTITY = LogitTransform()
@@ -76,7 +77,7 @@ def fused_lm_head(
     shape, vocabulary = targets.shape, weight.size(0)
     flat_targets = targets.reshape(-1)
     flat_hidden = hidden.reshape(-1, hidden.size(-1))
-    compute_dtype = _compute_dtype(hidden, weight)
+    compute_dtype = product_dtype(hidden, weight)
     statistics_dtype = torch.promote_types(compute_dtype, torch.float32)
     temperature = transform.temperature
     rows_temperature = None
@@ -117,25 +118,8 @@ def fused_lm_head(
     )
     by_name = dict(zip(result_names(output_flags(names)), values, strict=True))
     return LMHeadOutput(
-        **{name: _placed(by_name[name], rows, valid, shape) for name in names},
+        **{name: placed(by_name[name], rows, valid, shape) for name in names},
     )
-
-
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    # torch's autocast leaves float64 alone
-    if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
-        return torch.get_autocast_dtype(hidden.device.type)
-    return dtype
-
-
-def _placed(value: Tensor, rows: Tensor | None, valid: Tensor | None, shape: torch.Size) -> Tensor:
-    """One [n] output at its rows, 0 in the ignored ones, in the shape of the targets."""
-    if rows is not None:
-        value = value.new_zeros(shape.numel()).index_copy(0, rows, value)
-    elif valid is not None:
-        value = torch.where(valid, value, torch.zeros_like(value))
-    return value.reshape(shape)
 
 
 class _FusedLMHead(torch.autograd.Function):

@@ -15,7 +15,8 @@ from ..kernels.logit_transform import TileTransform
 from .backward import run_backward
 from .forward import run_forward
 from .output import OUTPUT_NAMES
-from .rows import select_rows
+from .refusals import double_backward_error
+from .rows import gathered, scattered, select_rows
 from .statistics import row_coefficients
 from .tiles import HeadInputs
 
@@ -51,13 +52,13 @@ def lm_head_forward(
     backend: str,
 ) -> list[Tensor]:
     """Statistics of hidden [N, H], one [N] tensor for each of `result_names(outputs)`."""
-    inputs = HeadInputs(hidden, weight, bias, targets, temperature_rows, compute_dtype)
-    rows, inputs = _selected(inputs, ignore_index)
     transform = TileTransform(scale, softcap, temperature)
+    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
+    rows, inputs, targets = _selected(inputs, targets, ignore_index)
     names = result_names(outputs)
     with torch.autocast(hidden.device.type, enabled=False):
-        results = run_forward(inputs, transform, names, scratch_bytes, backend)
-    return [_scattered(results[name], rows, hidden.size(0)) for name in names]
+        results = run_forward(inputs, targets, names, scratch_bytes, backend)
+    return [scattered(results[name], rows, hidden.size(0)) for name in names]
 
 
 @lm_head_forward.register_fake
@@ -107,16 +108,15 @@ def lm_head_backward(
 
     `saved` follows SAVED_NAMES, `upstream` DIFFERENTIABLE_NAMES; both hold [N] tensors or None.
     """
-    inputs = HeadInputs(hidden, weight, bias, targets, temperature_rows, compute_dtype)
-    rows, inputs = _selected(inputs, ignore_index)
+    transform = TileTransform(scale, softcap, temperature)
+    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
+    rows, inputs, targets = _selected(inputs, targets, ignore_index)
     dtype = inputs.statistics_dtype
     statistics = {
-        name: _gathered(x, rows)
-        for name, x in zip(SAVED_NAMES, saved, strict=True)
-        if x is not None
+        name: gathered(x, rows) for name, x in zip(SAVED_NAMES, saved, strict=True) if x is not None
     }
     gradients = {
-        name: _gathered(x, rows).to(dtype).contiguous()
+        name: gathered(x, rows).to(dtype).contiguous()
         for name, x in zip(DIFFERENTIABLE_NAMES, upstream, strict=True)
         if x is not None
     }
@@ -125,14 +125,14 @@ def lm_head_backward(
         coefficients = row_coefficients(statistics, gradients, weight.size(0))
         grad_hidden, grad_weight, grad_bias = run_backward(
             inputs,
-            TileTransform(scale, softcap, temperature),
+            targets,
             coefficients,
             needs,
             scratch_bytes,
             backend,
         )
     if grad_hidden is not None:
-        grad_hidden = _scattered(grad_hidden, rows, hidden.size(0))
+        grad_hidden = scattered(grad_hidden, rows, hidden.size(0))
     return [x for x in (grad_hidden, grad_weight, grad_bias) if x is not None]
 
 
@@ -160,39 +160,16 @@ def _(
     return [x.new_empty(x.shape) for x, need in needed if need and x is not None]
 
 
-def _refuse_double_backward(ctx: object, *gradients: object) -> None:
-    raise RuntimeError(
-        "fused_lm_head has no double backward: its gradients cannot be differentiated again. "
-        "Compute this loss from full logits, or keep create_graph=True away from it"
-    )
+lm_head_backward.register_autograd(double_backward_error("fused_lm_head"))
 
 
-lm_head_backward.register_autograd(_refuse_double_backward)
-
-
-def _selected(inputs: HeadInputs, ignore_index: int | None) -> tuple[Tensor | None, HeadInputs]:
-    """The rows that count (None: all) and the inputs cut down to them."""
+def _selected(
+    inputs: HeadInputs, targets: Tensor, ignore_index: int | None
+) -> tuple[Tensor | None, HeadInputs, Tensor]:
+    """The rows that count (None: all), and the inputs and targets cut down to them."""
     rows = None
     if ignore_index is not None:
         rows = select_rows(
-            inputs.targets, inputs.weight.size(0), ignore_index, inputs.temperature, inputs.bias
+            targets, inputs.weight.size(0), ignore_index, inputs.temperature, inputs.bias
         )
-    temperature = None if inputs.temperature is None else _gathered(inputs.temperature, rows)
-    return rows, HeadInputs(
-        _gathered(inputs.hidden, rows),
-        inputs.weight,
-        None if inputs.bias is None else inputs.bias.contiguous(),
-        _gathered(inputs.targets, rows).contiguous(),
-        None if temperature is None else temperature.contiguous(),
-        inputs.compute_dtype,
-    )
-
-
-def _gathered(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
-
-
-def _scattered(x: Tensor, rows: Tensor | None, total: int) -> Tensor:
-    if rows is None:
-        return x
-    return x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows, x)
+    return rows, inputs.selected(rows), gathered(targets, rows).contiguous()

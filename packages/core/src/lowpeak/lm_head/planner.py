@@ -36,11 +36,21 @@ class TileCost:
     per_column: int
     per_row: int
 
+    def __add__(self, other: TileCost) -> TileCost:
+        """The cost of two tiles of the same size."""
+        return TileCost(
+            self.per_logit + other.per_logit,
+            self.per_column + other.per_column,
+            self.per_row + other.per_row,
+        )
+
     def of(self, plan: TilePlan) -> int:
         """Bytes of scratch that `plan` takes."""
         logits = plan.rows * plan.columns * self.per_logit
         return logits + plan.columns * self.per_column + plan.rows * self.per_row
 
+
+NOTHING = TileCost(0, 0, 0)
 
 _overrides: dict[str, TilePlan] = {}
 

@@ -44,10 +44,15 @@ def select_rows(
         raise ValueError("bias is -inf everywhere: no token of the vocabulary has a finite logit")
     if count == targets.numel():
         return None
+    return positions(valid, count)
+
+
+def positions(valid: Tensor, count: int) -> Tensor:
+    """Indices of the `count` rows that are True in `valid`, without a synchronisation."""
     # The rows' own positions go to their rank; the ignored ones share one slot behind the last.
     rank = torch.where(valid, valid.cumsum(0) - 1, count)
-    rows = torch.empty(count + 1, dtype=torch.int64, device=targets.device)
-    return rows.scatter_(0, rank, torch.arange(targets.numel(), device=targets.device))[:count]
+    rows = torch.empty(count + 1, dtype=torch.int64, device=valid.device)
+    return rows.scatter_(0, rank, torch.arange(valid.numel(), device=valid.device))[:count]
 
 
 def assert_rows(
@@ -75,3 +80,22 @@ def assert_rows(
     )
     torch._assert_async(fine, message)
     return valid, torch.where(valid, targets, 0)
+
+
+def gathered(x: Tensor, rows: Tensor | None) -> Tensor:
+    """The rows of x [N, ...] that count; None is all of them."""
+    return x if rows is None else x.index_select(0, rows)
+
+
+def scattered(x: Tensor, rows: Tensor | None, total: int) -> Tensor:
+    """x at its rows of `total`, 0 in the others. Differentiable."""
+    if rows is None:
+        return x
+    return x.new_zeros(total, *x.shape[1:]).index_copy_(0, rows, x)
+
+
+def placed(value: Tensor, rows: Tensor | None, valid: Tensor | None, shape: torch.Size) -> Tensor:
+    """One [n] output at its rows, 0 in the ignored ones, in `shape`. Differentiable."""
+    if valid is not None:
+        value = torch.where(valid, value, torch.zeros_like(value))
+    return scattered(value, rows, shape.numel()).reshape(shape)

@@ -106,7 +106,12 @@ def normalise(
     values = ((name, getattr(coefficients, name)) for name in names)
     gradients: dict[str, Tensor] = {name: x for name, x in values if x is not None}
     largest = torch.stack([(x * slope).abs().amax() for x in gradients.values()]).amax()
-    power = torch.exp2(torch.log2(largest).floor() - _LARGEST_COEFFICIENT)
-    power = torch.where(torch.isfinite(power) & (power > 0), power, 1.0)
+    power = power_of_two(largest)
     scaled = {name: x / power for name, x in gradients.items()}
     return replace(coefficients, **scaled), power
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """What to divide by so that `largest` comes to lie near 2^12; 1 where it is 0 or not finite."""
+    power = torch.exp2(torch.log2(largest).floor() - _LARGEST_COEFFICIENT)
+    return torch.where(torch.isfinite(power) & (power > 0), power, 1.0)

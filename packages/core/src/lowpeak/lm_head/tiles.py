@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..kernels.logit_transform import TileTransform
 from .gemm import has_wide_output, product_into
 from .planner import TileCost, TilePlan, default_scratch_bytes, plan_tiles
+from .rows import gathered
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -18,16 +20,29 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 class HeadInputs:
     """A head's inputs after the checks, and the dtype of the products.
 
-    hidden [N, H], weight [V, H], bias [V], targets [N] int64 in [0, V), temperature [N] in the
-    statistics' dtype.
+    hidden [N, H], weight [V, H], bias [V], temperature [N] in the statistics' dtype in place of the
+    transform's own. `wide_tiles`: float32 logits from half-precision products.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    targets: Tensor
     temperature: Tensor | None
+    transform: TileTransform
     compute_dtype: torch.dtype
+    wide_tiles: bool = False
+
+    def selected(self, rows: Tensor | None) -> HeadInputs:
+        """The inputs cut down to `rows` (None: all), with the strides that the kernels read."""
+        temperature = self.temperature
+        if temperature is not None:
+            temperature = gathered(temperature, rows).contiguous()
+        return replace(
+            self,
+            hidden=gathered(self.hidden, rows),
+            bias=None if self.bias is None else self.bias.contiguous(),
+            temperature=temperature,
+        )
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -37,7 +52,14 @@ class HeadInputs:
     @property
     def tile_dtype(self) -> torch.dtype:
         """The dtype logits are rounded to: float16 would overflow above 65504, so float32 there."""
-        return torch.float32 if self.compute_dtype == torch.float16 else self.compute_dtype
+        wide = self.wide_tiles or self.compute_dtype == torch.float16
+        return self.statistics_dtype if wide else self.compute_dtype
+
+    @property
+    def slope(self) -> float | Tensor:
+        """The largest d z / d raw logit, a number or [N]."""
+        divisor = self.transform.temperature if self.temperature is None else self.temperature
+        return self.transform.scale / divisor
 
 
 def use_triton(backend: str, inputs: HeadInputs) -> bool:
@@ -84,19 +106,22 @@ def tile_cost(inputs: HeadInputs, triton: bool, backward: bool, weight_block: bo
     return TileCost(per_logit, per_column, per_row)
 
 
+def head_plan(
+    inputs: HeadInputs, phase: str, cost: TileCost, scratch_bytes: int | None
+) -> TilePlan:
+    """The tiles of one pass over all logits of a head."""
+    if scratch_bytes is None:
+        scratch_bytes = default_scratch_bytes(inputs.hidden.device.type)
+    return plan_tiles(phase, inputs.hidden.size(0), inputs.weight.size(0), cost, scratch_bytes)
+
+
 class TileWalk:
     """Tiles of raw logits in one reused buffer, vocabulary blocks outside, row blocks inside."""
 
-    def __init__(
-        self, inputs: HeadInputs, phase: str, cost: TileCost, scratch_bytes: int | None
-    ) -> None:
-        device = inputs.hidden.device
-        if scratch_bytes is None:
-            scratch_bytes = default_scratch_bytes(device.type)
+    def __init__(self, inputs: HeadInputs, plan: TilePlan) -> None:
         self.inputs = inputs
+        self.plan = plan
         self.hidden = inputs.hidden.to(inputs.compute_dtype)
-        rows, columns = inputs.hidden.size(0), inputs.weight.size(0)
-        self.plan: TilePlan = plan_tiles(phase, rows, columns, cost, scratch_bytes)
         self._pitch = -(-self.plan.columns // 8) * 8  # aligned rows, whatever the vocabulary's size
         self._buffer = self.new_buffer(inputs.tile_dtype)
 
@@ -108,6 +133,15 @@ class TileWalk:
     def tile(self, buffer: Tensor, rows: int, columns: int) -> Tensor:
         """A [rows, columns] view of `buffer` with aligned rows."""
         return buffer.as_strided((rows, columns), (self._pitch, 1))
+
+    def gradient_buffer(self) -> Tensor | None:
+        """A buffer for the gradient of a tile; None where it overwrites the logits."""
+        dtype = self.inputs.compute_dtype
+        return None if dtype == self.inputs.tile_dtype else self.new_buffer(dtype)
+
+    def gradient_tile(self, buffer: Tensor | None, logits: Tensor) -> Tensor:
+        """Where the gradient of `logits` goes."""
+        return logits if buffer is None else self.tile(buffer, *logits.shape)
 
     def vocabulary_blocks(self) -> Iterator[tuple[int, int, Tensor]]:
         """(start, end, weight[start:end] in the compute dtype)."""

@@ -1,0 +1,234 @@
+"""`fused_divergence`: checks, row selection and autograd around the inner operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_head, check_options, check_pair, shared_vocabulary
+from .divergence_ops import divergence_backward, divergence_forward
+from .divergence_rows import assert_divergence_rows, given, select_divergence_rows
+from .gemm import product_dtype
+from .rows import gathered, placed
+from .transform import LogitTransform
+
+_IDENTITY = LogitTransform()
+
+
+class DivergenceOutput(NamedTuple):
+    """Per-token values with the shape of the mask, float32 (float64 for float64 inputs).
+
+    0 where the mask is.
+    """
+
+    divergence: Tensor
+    """The divergence between the student's and the teacher's next-token distribution, in nats."""
+    student_entropy: Tensor
+    """-sum_j q_j log q_j of the student's distribution, in nats. No gradient."""
+
+
+def fused_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    beta: float,
+    mask: Tensor | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_transform: LogitTransform = _IDENTITY,
+    teacher_transform: LogitTransform = _IDENTITY,
+    vocabulary: str = "same",
+    row_selection: str = "valid",
+    scratch_bytes: int | None = None,
+    backend: str = "auto",
+) -> DivergenceOutput:
+    """Per-token divergence between a student's and a teacher's head without either's logits.
+
+    With q the student's and p the teacher's softmax, and m = beta p + (1 - beta) q: KL(p || q) for
+    beta 0, KL(q || p) for beta 1, and beta KL(p || m) + (1 - beta) KL(q || m) between (generalised
+    Jensen-Shannon divergence, Agarwal et al. 2024, arXiv 2306.13649, as TRL's DistillationTrainer
+    computes it). The gradient flows into the student only.
+
+    The logits of both exist in tiles only, in float32. A KL divergence takes one pass over them, a
+    mixture two; the backward recomputes them.
+
+    Args:
+        student_hidden: [..., Hs], float64, float32, bfloat16 or float16, any strides.
+        student_weight: [V, Hs]. Products are computed in the dtypes that `fused_lm_head` takes.
+        teacher_hidden: [..., Ht], the same rows as `student_hidden`.
+        teacher_weight: [V, Ht], the same vocabulary in the same order.
+        beta: from 0 to 1.
+        mask: [...] bool or integer; rows where it is 0 cost nothing and return 0. None: all count.
+        student_bias: [V], added to the logits in float32; -inf masks a token.
+        teacher_bias: [V], likewise.
+        student_transform: scale, soft cap and temperature of the student's logits.
+        teacher_transform: those of the teacher's. Distillation at a temperature gives it to both.
+        vocabulary: "same" demands heads of one size. "shared" compares the first min(Vs, Vt) tokens
+            of heads that were padded differently over one tokenizer, both renormalised over them.
+        row_selection: as for `fused_lm_head`.
+        scratch_bytes: as for `fused_lm_head`, for the tiles of both heads together.
+        backend: "triton", "torch" or "auto".
+
+    Returns:
+        DivergenceOutput of tensors with the shape of the mask.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device or value; vocabularies of
+            different sizes; every token masked; a KL divergence that is infinite because one head
+            masks a token that the other allows.
+        RuntimeError: when the gradients are differentiated once more.
+    """
+    check_head("student_", student_hidden, student_weight, student_bias, student_transform)
+    check_head("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_transform)
+    check_options(row_selection, scratch_bytes, backend)
+    check_pair(student_hidden, teacher_hidden, mask, beta)
+    size = shared_vocabulary(student_weight, teacher_weight, vocabulary)
+    student = _Head.of(student_hidden, student_weight, student_bias, student_transform, size)
+    teacher = _Head.of(teacher_hidden, teacher_weight, teacher_bias, teacher_transform, size)
+
+    shape = student_hidden.shape[:-1]
+    if mask is None:
+        mask = torch.ones(shape, dtype=torch.bool, device=student_hidden.device)
+    mask = mask.reshape(-1)
+    temperatures = given(
+        student_temperature=student.temperature, teacher_temperature=teacher.temperature
+    )
+    biases = given(student_bias=student.bias, teacher_bias=teacher.bias)
+    rows = valid = inner_mask = None
+    if row_selection == "all":
+        valid = assert_divergence_rows(mask, temperatures, biases, beta)
+    elif torch.compiler.is_compiling():
+        inner_mask = mask
+    else:
+        rows = select_divergence_rows(mask, temperatures, biases, beta)
+        student, teacher = student.selected(rows), teacher.selected(rows)
+
+    divergence, entropy, *_ = _FusedDivergence.apply(  # type: ignore[no-untyped-call]  # torch's
+        *student.tensors,
+        *(None if x is None else x.detach() for x in teacher.tensors),
+        student.transform,
+        student.dtype,
+        teacher.transform,
+        teacher.dtype,
+        inner_mask,
+        float(beta),
+        scratch_bytes,
+        backend,
+    )
+    return DivergenceOutput(
+        placed(divergence, rows, valid, shape), placed(entropy, rows, valid, shape)
+    )
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One head's arguments as the inner operators take them: rows flat, transform as numbers."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    temperature: Tensor | None
+    transform: tuple[float, float, float]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        vocabulary: int,
+    ) -> _Head:
+        """The head over the first `vocabulary` tokens."""
+        dtype = product_dtype(hidden, weight)
+        if vocabulary < weight.size(0):
+            weight = weight[:vocabulary]
+            bias = None if bias is None else bias[:vocabulary]
+        temperature = transform.temperature
+        rows_temperature = None
+        if isinstance(temperature, Tensor):
+            wide = torch.promote_types(dtype, torch.float32)
+            rows_temperature, temperature = temperature.reshape(-1).to(wide), 1.0
+        constants = (float(transform.scale), float(transform.softcap or 0.0), float(temperature))
+        flat = hidden.reshape(-1, hidden.size(-1))
+        return cls(flat, weight, bias, rows_temperature, constants, dtype)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the operators take as a list."""
+        return self.hidden, self.weight, self.bias, self.temperature
+
+    def selected(self, rows: Tensor | None) -> _Head:
+        """The head over some of the rows; None is all of them."""
+        temperature = self.temperature
+        return replace(
+            self,
+            hidden=gathered(self.hidden, rows),
+            temperature=None if temperature is None else gathered(temperature, rows),
+        )
+
+
+class _FusedDivergence(torch.autograd.Function):
+    """The inner operators with a derivative in the student's hidden, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        student_temperature: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        teacher_temperature: Tensor | None,
+        student_transform: tuple[float, float, float],
+        student_dtype: torch.dtype,
+        teacher_transform: tuple[float, float, float],
+        teacher_dtype: torch.dtype,
+        mask: Tensor | None,
+        beta: float,
+        scratch_bytes: int | None,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        student = (student_hidden, student_weight, student_bias, student_temperature)
+        teacher = (teacher_hidden, teacher_weight, teacher_bias, teacher_temperature)
+        ctx.student = (student_transform, student_dtype)
+        ctx.teacher = (teacher_transform, teacher_dtype)
+        ctx.beta = beta
+        ctx.where = (scratch_bytes, backend)
+        results = divergence_forward(
+            *student, *ctx.student, teacher, *ctx.teacher, mask, beta, scratch_bytes, backend
+        )
+        _, *constant = results
+        ctx.save_for_backward(*student, *teacher, mask, *results[2:])
+        ctx.mark_non_differentiable(*constant)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:3]
+        if upstream[0] is None:
+            return (None,) * 16
+        tensors = ctx.saved_tensors
+        gradients = divergence_backward(
+            *tensors[:4],
+            *ctx.student,
+            tensors[4:8],
+            *ctx.teacher,
+            tensors[8],
+            ctx.beta,
+            tensors[9:],
+            upstream[0],
+            *needs,
+            *ctx.where,
+        )
+        remaining = iter(gradients)
+        return (*(next(remaining) if need else None for need in needs), *(None,) * 13)
