@@ -50,7 +50,7 @@ class Verdict:
     training: str = ""
 
 
-class NotBuildable(Exception):  # noqa: N818 - a verdict, not an error
+class NotBuildable(Exception):
     """The model's own constructor, forward or backward failed on the tiny configuration."""
 
 
@@ -91,11 +91,11 @@ def build(config_class: Any, model_class: Any) -> PreTrainedModel:
         with torch.device("meta"):
             parameters = sum(p.numel() for p in model_class(config).parameters())
     except Exception as error:
-        raise NotBuildable(_first_line("constructor", error)) from error
+        raise NotBuildable(_failure("constructor", error)) from error
     if parameters > MOST_PARAMETERS:
         raise NotBuildable(f"{parameters} parameters")
     torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config).eval()
+    model: PreTrainedModel = model_class(config).train()
     _enlarge_head(model)
     return model.to(tiny_models.DEVICE)
 
@@ -133,7 +133,7 @@ def _own_scores(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Te
         scores["loss"] = -scores["log_probs"].sum() / mask.sum()
         gradients = _gradients(model, scores)
     except Exception as error:
-        raise NotBuildable(_first_line("forward", error)) from error
+        raise NotBuildable(_failure("forward", error)) from error
     if not logits.isfinite().all():
         raise NotBuildable("forward: its logits are not finite")
     return scores, gradients
@@ -179,9 +179,11 @@ def _compare(
 def _train(model: PreTrainedModel) -> str:
     """Compare the loss of `reduce_memory` with the model's own; why it refuses, if it does."""
     batch = token_batch()
-    model.train()
     torch.manual_seed(0)
-    own = model(**batch).loss
+    try:
+        own = model(**batch, use_cache=False).loss
+    except Exception as error:
+        return _failure("its own loss", error)
     handle = reduce_memory(model)
     try:
         torch.manual_seed(0)
@@ -208,9 +210,8 @@ def _not_longer_than(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _first_line(where: str, error: Exception) -> str:
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{where}: {type(error).__name__}: {text.strip()}"
+def _failure(where: str, error: Exception) -> str:
+    return f"{where}: {type(error).__name__}: {_text(error)[:200]}"
 
 
 def _text(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """The self-test notices what a configuration does not say, and leaves no trace of itself."""
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from test_families import assert_same_gradients, gradients, own_scores
 from tiny_models import tiny_model, token_batch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from lowpeak.models import install_fused_forward, reduce_memory
 
@@ -59,6 +61,25 @@ class UnnamedSoftcap(ChangedLogits):
 
     def change(self, logits: Tensor) -> Tensor:
         return 30 * torch.tanh(logits / 30)
+
+
+class FactorOfOne(ChangedLogits):
+    """A learned factor per vocabulary entry that is one until it is trained (as Dory's)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.factor = nn.Parameter(torch.ones(config.vocab_size))
+
+    def change(self, logits: Tensor) -> Tensor:
+        return logits * self.factor
+
+
+class NeedsMoreThanHiddenStates(ChangedLogits):
+    """Logits made of something else that the backbone returns (as ProphetNet's)."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs, output_hidden_states=True)
+        return CausalLMOutput(logits=self.lm_head(output.hidden_states[-2]))
 
 
 class LessThanLargest(ChangedLogits):
@@ -120,6 +141,47 @@ def test_unknown_post_processing_goes_through_the_models_own_head(
         assert fused.entropy.isfinite().all()
         for gradient in gradients(model, model(**batch, fused_lm_head=True).entropy.sum()).values():
             assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_factor_that_is_still_one_is_trained(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = changed_llama(FactorOfOne)
+    batch = token_batch()
+    install_fused_forward(model)
+    with mode(), caplog.at_level(logging.INFO, "lowpeak.models"):  # the self-test runs here
+        model(**batch, fused_lm_head=True)
+    assert "not all it trains: factor" in caplog.text
+    fused, own = model(**batch, fused_lm_head=True), own_scores(model, batch)
+    found = gradients(model, fused.loss)
+    assert_same_gradients(found, gradients(model, own["loss"]))
+    assert found["factor"].abs().max() > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_may_come_first(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    batch = token_batch()
+    install_fused_forward(model)
+    with mode(), caplog.at_level(logging.INFO, "lowpeak.models"):
+        model(**batch, fused_lm_head=True)
+        assert not torch.is_grad_enabled()
+    assert "fused LM head on" in caplog.text
+    fused, own = model(**batch, fused_lm_head=True), own_scores(model, batch)
+    assert_same_gradients(gradients(model, fused.loss), gradients(model, own["loss"]))
+
+
+def test_logits_of_more_than_the_hidden_states_are_refused() -> None:
+    model = changed_llama(NeedsMoreThanHiddenStates)
+    install_fused_forward(model)
+    with pytest.raises(ValueError, match=r"neither do its own modules .*TypeError"):
+        model(**token_batch(), fused_lm_head=True)
+
+
+def test_several_heads_are_refused() -> None:
+    model = tiny_model("llama")
+    model.lm_head = nn.ModuleList([model.lm_head])
+    with pytest.raises(ValueError, match="no single language model head"):
+        install_fused_forward(model)
 
 
 def test_softcap_shows_while_the_logits_are_small(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,12 +4,14 @@ from .fused_forward import FusedForwardHandle, install_fused_forward
 from .layout import BatchLayout, Rearranged
 from .outputs import FusedCausalLMOutput
 from .reduced import reduce_memory
+from .split import SplitCausalLM
 
 __all__ = [
     "BatchLayout",
     "FusedCausalLMOutput",
     "FusedForwardHandle",
     "Rearranged",
+    "SplitCausalLM",
     "install_fused_forward",
     "reduce_memory",
 ]

@@ -74,7 +74,12 @@ def read_head(model: Any) -> Head:
             "its weight alone, so the adapter would never be trained. Remove the head "
             "('lm_head') from target_modules, or train it whole with modules_to_save=['lm_head']"
         )
-    weight = module.weight
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise ValueError(
+            f"{type(model).__name__}.get_output_embeddings() is a {type(module).__name__} without "
+            "a weight: it has no single language model head. Set LOWPEAK_DISABLE=head"
+        )
     # A head of one's own need not be a Linear; one without a bias may lack the attribute.
     bias = getattr(module, "bias", None)
     _check_weight_is_here(weight)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from lowpeak.lm_head import LogitTransform, fused_lm_head
+from lowpeak.undisturbed import undisturbed
 
 from .inspection import (
     Head,
@@ -80,10 +80,12 @@ class _Recording:
     backbone_name: str | None = None
     backbone_output: type[ModelOutput] | None = None
     hidden: Tensor | None = None
+    head_parameters: dict[int, Tensor] = field(default_factory=dict)
     trials: list[_Trial] = field(default_factory=list)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.inference_mode(False)  # an evaluation may come first: the route it finds is for training too
 @torch.no_grad()
 def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Route:
     """Test the head of `model`, whose own forward is `forward`, on some of the tokens in `labels`.
@@ -94,8 +96,9 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
     """
     head, declared = read_head(model), logit_transform(model)
     recording = _Recording()
-    with _undisturbed(model):
+    with undisturbed(model):
         own = _run(model, forward, head, _some_tokens(labels, head), declared, recording)
+    own_parameters, own = _parameters_behind(own), own.detach()
     name, output_class = recording.backbone_name, recording.backbone_output
     if name is None or output_class is None or recording.hidden is None:
         raise ValueError(
@@ -106,15 +109,15 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
     tolerance = _tolerance(own, hidden, head)
     own_head = OwnHead(model, forward, name, output_class)
     transform, reason = _matching_transform(recording.trials, own, tolerance)
+    other_names = _difference(model, own_parameters, recording.head_parameters)
+    if transform is not None and other_names:
+        transform, reason = (
+            None,
+            f"weight and bias of its head are not all it trains: {other_names}",
+        )
     if transform is None:
-        with _undisturbed(model):
-            excess = _largest_excess(own_head.logits(hidden).to(own.device), own, tolerance)
-        if excess > 0:
-            raise ValueError(
-                f"the fused LM head does not give the logits of {type(model).__name__} ({reason}), "
-                "and neither do its own modules called on a tile of hidden states. lowpeak does "
-                "not train on other logits: set LOWPEAK_DISABLE=head"
-            )
+        with undisturbed(model):
+            _require_own_head(model, own_head, hidden, own, tolerance, reason)
     logger.info(
         "%s: fused LM head %s: %s",
         type(model).__name__,
@@ -124,6 +127,23 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
         reason,
     )
     return Route(name, transform, own_head, declared)
+
+
+def _require_own_head(
+    model: Any, own_head: OwnHead, hidden: Tensor, own: Tensor, tolerance: Tensor, reason: str
+) -> None:
+    cause: Exception | None = None
+    try:
+        excess = _largest_excess(own_head.logits(hidden).to(own.device), own, tolerance)
+    except Exception as error:  # of another's forward, which may need more than hidden states
+        excess, cause = float("inf"), error
+    if excess > 0:
+        raise ValueError(
+            f"the fused LM head does not give the logits of {type(model).__name__} ({reason}), "
+            "and neither do its own modules called on a tile of hidden states"
+            f"{'' if cause is None else f' ({type(cause).__name__}: {cause})'}. lowpeak does not "
+            "train on other logits: set LOWPEAK_DISABLE=head"
+        ) from cause
 
 
 @torch.no_grad()
@@ -140,7 +160,7 @@ def check_loss(
     """
     head = read_head(model)
     token_ids = _some_tokens(labels, head)
-    with _undisturbed(model), head_input_in_weight_dtype(head.module):
+    with undisturbed(model), head_input_in_weight_dtype(head.module):
         own, fused = own_loss(token_ids).item(), fused_loss(token_ids).item()
     tolerance = 16 * _coarsest_rounding(head.weight) + 1e-5
     if not abs(own - fused) <= tolerance * max(1.0, abs(own)):
@@ -159,40 +179,6 @@ def _some_tokens(labels: Tensor, head: Head) -> Tensor:
     return chosen.unsqueeze(0)
 
 
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while, after which nothing tells that anything ran.
-
-    The mode of each module and the state of the random generators come back. Autocast caches no
-    weight meanwhile: one cast without gradient would serve the training step that follows, and its
-    parameter would get no gradient. Quantised layers keep their mode: on a CPU, bitsandbytes packs
-    a 4-bit weight anew at its first forward in eval mode, and rounds its scales to bfloat16.
-    """
-    modes = {module: module.training for module in model.modules()}
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cpu"
-    autocast = torch.autocast(
-        kind,
-        enabled=torch.is_autocast_enabled(kind),
-        dtype=torch.get_autocast_dtype(kind),
-        cache_enabled=False,
-    )
-    generators = torch.random.fork_rng(
-        devices=[device.index for device in devices],
-        device_type="cuda" if kind == "cpu" else kind,
-    )
-    with generators, autocast:
-        model.eval()
-        for module, mode in modes.items():
-            if any(not p.is_floating_point() for p in module.parameters(recurse=False)):
-                module.training = mode
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-
-
 def _run(
     model: Any,
     forward: Callable[..., Any],
@@ -201,17 +187,19 @@ def _run(
     declared: LogitTransform,
     recording: _Recording,
 ) -> Tensor:
-    """Logits [2n, V] of the model's forward on `token_ids`, where they are compared."""
+    """Logits [2n, V] of the model's forward on `token_ids`, with the graph from the head on."""
     hooks = [head.module.register_forward_pre_hook(_try_transforms(model, declared, recording))]
     for name in backbone_names(model):
         hooks += _record_backbone(model.get_submodule(name), name, recording)
     try:
         with head_input_in_weight_dtype(head.module):
-            logits: Tensor = forward(input_ids=token_ids, use_cache=False).logits
+            output = forward(input_ids=token_ids, use_cache=False)
+            logits: Tensor = output.logits.squeeze(0)
     finally:
+        torch.set_grad_enabled(False)
         for hook in hooks:
             hook.remove()
-    return logits.squeeze(0)
+    return logits
 
 
 def _record_backbone(module: nn.Module, name: str, recording: _Recording) -> list[Any]:
@@ -226,6 +214,7 @@ def _record_backbone(module: nn.Module, name: str, recording: _Recording) -> lis
         output.last_hidden_state = torch.cat([hidden, hidden * _MAGNIFICATION], dim=1)
         recording.hidden = output.last_hidden_state.squeeze(0)
         recording.backbone_output = type(output)
+        torch.set_grad_enabled(True)  # what trains behind the backbone shows in the graph
         return output
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
@@ -245,6 +234,11 @@ def _try_transforms(
         if hidden.size(-1) != head.weight.size(1):
             return
         raw = _project(hidden, head)
+        recording.head_parameters = _parameters_behind(raw)
+        with torch.no_grad():
+            try_all(hidden, head, raw.detach())
+
+    def try_all(hidden: Tensor, head: Head, raw: Tensor) -> None:
         for transform in transform_candidates(declared):
             logits = apply_transform(raw, transform)
             targets = torch.stack([logits.argmax(-1), logits.argmin(-1)])
@@ -265,6 +259,30 @@ def _project(hidden: Tensor, head: Head) -> Tensor:
     if not torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(head.weight.dtype)
     return nn.functional.linear(hidden, head.weight, head.bias)
+
+
+def _parameters_behind(result: Tensor) -> dict[int, Tensor]:
+    """The leaves of the autograd graph of `result`, by id."""
+    leaves: dict[int, Tensor] = {}
+    seen: set[Any] = set()
+    nodes: list[Any] = [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _difference(model: nn.Module, own: dict[int, Tensor], ours: dict[int, Tensor]) -> str:
+    """Names of the parameters behind one of the two results only."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    leaves = {**own, **ours}
+    differing = own.keys() ^ ours.keys()
+    return ", ".join(sorted(names.get(key, str(tuple(leaves[key].shape))) for key in differing))
 
 
 def _matching_transform(
@@ -308,7 +326,7 @@ def _coarsest_rounding(*tensors: Tensor) -> float:
     if torch.is_autocast_enabled(kind):
         dtypes.append(torch.get_autocast_dtype(kind))
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+    if kind == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return max(coarsest, 2.0**-11)
     return coarsest
 
