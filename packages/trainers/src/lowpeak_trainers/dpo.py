@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import trl
 
 from .mixin import LowpeakMixin
+from .reference import ReferenceFirst
 from .removed_options import TrainerConfig
 
 
@@ -15,5 +16,7 @@ class DPOConfig(TrainerConfig, trl.DPOConfig):
     """Settings of `trl.DPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 
-class DPOTrainer(LowpeakMixin, trl.DPOTrainer):
+class DPOTrainer(ReferenceFirst, LowpeakMixin, trl.DPOTrainer):
     """`trl.DPOTrainer` with the memory techniques of lowpeak: same arguments, same results."""
+
+    _reference_columns = ("ref_chosen_logps", "ref_rejected_logps")

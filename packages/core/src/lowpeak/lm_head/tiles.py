@@ -144,10 +144,17 @@ class TileWalk:
         return logits if buffer is None else self.tile(buffer, *logits.shape)
 
     def vocabulary_blocks(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, end, weight[start:end] in the compute dtype)."""
-        for start in range(0, self.inputs.weight.size(0), self.plan.columns):
-            block = self.inputs.weight[start : start + self.plan.columns]
-            yield start, start + block.size(0), block.to(self.inputs.compute_dtype)
+        """(start, end, weight[start:end] in the compute dtype); a block is good until the next."""
+        weight, dtype = self.inputs.weight, self.inputs.compute_dtype
+        cast: Tensor | None = None
+        if weight.dtype != dtype:  # one buffer: two casts would be alive while the next is made
+            shape = (self.plan.columns, weight.size(1))
+            cast = torch.empty(shape, dtype=dtype, device=weight.device)
+        for start in range(0, weight.size(0), self.plan.columns):
+            block = weight[start : start + self.plan.columns]
+            if cast is not None:
+                block = cast[: block.size(0)].copy_(block)
+            yield start, start + block.size(0), block
 
     def row_blocks(self) -> Iterator[tuple[int, int]]:
         """(start, end) of each block of rows."""
