@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tiny
 import torch
 from datasets import Dataset
-from PIL import Image
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 IMAGE = tiny.VOCABULARY
 SIDE, PATCH = 16, 8
 CHAT_TEMPLATE = (
@@ -69,7 +70,7 @@ def llava(seed: int = 0) -> LlavaForConditionalGeneration:
     )
 
 
-def picture(seed: int) -> Image.Image:
+def picture(seed: int) -> object:
     """Random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
