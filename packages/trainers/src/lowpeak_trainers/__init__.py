@@ -1,6 +1,7 @@
 """TRL trainers with lowpeak inside: change the import and nothing else."""
 
 from .compatibility import UnsupportedTrlError
+from .distillation import DistillationConfig, DistillationMixin, DistillationTrainer
 from .dpo import DPOConfig, DPOTrainer
 from .fused_forward import add_fused_lm_head
 from .grpo import GRPOConfig, GRPOTrainer
@@ -13,6 +14,9 @@ from .sft import SFTConfig, SFTTrainer
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "DistillationConfig",
+    "DistillationMixin",
+    "DistillationTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",

@@ -42,7 +42,7 @@ class TokenWeightedEvaluation(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """As `Trainer.prediction_step`; notes the loss and its number of targets."""
-        self._noted_targets = None
+        self._forget_targets()
         hook = None
         if _has_labels(inputs) and not callable(self.compute_loss_func):
             hook = model.register_forward_hook(self._read_label_mask)
@@ -50,18 +50,28 @@ class TokenWeightedEvaluation(Trainer):
             loss, logits, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
+            targets = self._noted_targets
         finally:
             if hook is not None:
                 hook.remove()
-        if self._evaluated is not None and self._noted_targets is not None and loss is not None:
-            self._add(loss.item(), int(self._noted_targets))
+        if self._evaluated is not None and targets is not None and loss is not None:
+            self._add(loss.item(), int(targets))
         return loss, logits, labels
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
         """As `Trainer.evaluation_loop`; puts the mean over targets into the metrics."""
         self._evaluated = (0.0, 0)
         try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output: Any = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
             ranks = gather_object([self._evaluated])
         finally:
             self._evaluated = None
@@ -70,6 +80,9 @@ class TokenWeightedEvaluation(Trainer):
         if targets > 0 and name in output.metrics:
             output.metrics[name] = sum(total for total, _ in ranks) / targets
         return output
+
+    def _forget_targets(self) -> None:
+        self._noted_targets = None
 
     def _read_label_mask(self, model: nn.Module, args: Any, output: Any) -> None:
         # Also of TRL's own fused forward. A forward with logits has no such field.
