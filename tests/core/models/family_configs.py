@@ -85,11 +85,11 @@ _TWO_HYBRID_LAYERS = {
     "num_hidden_layers": 3,
     "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
 }
+# The halves of a head of 8 among time, height and width.
+_ROTARY_OF_IMAGES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _TOP_2 = {"num_experts_per_tok": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "CohereCompassTextConfig": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    },
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _ROTARY_OF_IMAGES}},
     "DeepseekV2Config": _TOP_2,
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "clip_qkv": 8.0},
     "Dots1Config": {**_FOUR_EXPERTS, "n_shared_experts": 1},
@@ -135,6 +135,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
+    "Qwen2VLTextConfig": {"rope_parameters": _ROTARY_OF_IMAGES},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _ROTARY_OF_IMAGES},
+    "Qwen2VLVisionConfig": {"embed_dim": 32},
     "ReformerConfig": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": _TWO_HYBRID_LAYERS,

@@ -11,11 +11,12 @@ from typing import Any
 
 import tiny_models
 import torch
+import transformers
 from family_configs import tiny_config
 from tiny_models import token_batch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lowpeak.models import install_fused_forward, reduce_memory
 
@@ -54,13 +55,16 @@ class NotBuildable(Exception):
     """The model's own constructor, forward or backward failed on the tiny configuration."""
 
 
-def families() -> dict[str, tuple[Any, Any]]:
-    """Configuration and model class of every causal language model, by model type."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
-        chosen = model_class[0] if isinstance(model_class, tuple) else model_class
-        found[config_class.model_type] = (config_class, chosen)
-    return dict(sorted(found.items()))
+def families() -> tuple[str, ...]:
+    """Model types of all causal language models of this transformers; imports none of them."""
+    return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+
+def classes(family: str) -> tuple[Any, Any]:
+    """Configuration and model class."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    name = name if isinstance(name, str) else name[0]
+    return CONFIG_MAPPING[family], getattr(transformers, name)
 
 
 def check(family: str) -> Verdict:
@@ -69,7 +73,7 @@ def check(family: str) -> Verdict:
     Raises:
         AssertionError: when lowpeak computes something else without saying so.
     """
-    config_class, model_class = families()[family]
+    config_class, model_class = classes(family)
     try:
         with _not_longer_than(MOST_SECONDS):
             model = build(config_class, model_class)
@@ -85,9 +89,8 @@ def check(family: str) -> Verdict:
 def build(config_class: Any, model_class: Any) -> PreTrainedModel:
     """A tiny model with logits of some size, or NotBuildable."""
     try:
-        config = tiny_config(config_class)
-        inner = [n for n, c in config_class.sub_configs.items() if c is model_class.config_class]
-        config = getattr(config, inner[0]) if inner else config
+        of_a_part = model_class.config_class in config_class.sub_configs.values()
+        config = tiny_config(model_class.config_class if of_a_part else config_class)
         with torch.device("meta"):
             parameters = sum(p.numel() for p in model_class(config).parameters())
     except Exception as error:

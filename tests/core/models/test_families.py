@@ -55,9 +55,11 @@ def assert_same_gradients(
         assert (actual[name] - gradient).norm().item() <= tolerance * scale, name
 
 
-def assert_equals_own(model: PreTrainedModel, temperature: float = 1.0) -> FusedCausalLMOutput:
+def assert_equals_own(
+    model: PreTrainedModel, temperature: float = 1.0, batch: dict[str, torch.Tensor] | None = None
+) -> FusedCausalLMOutput:
     """Values and gradients of log-probabilities and entropy against the model's own logits."""
-    batch = token_batch()
+    batch = token_batch() if batch is None else batch
     model.config.get_text_config().output_router_logits = False
     install_fused_forward(model, temperature=temperature, outputs=OUTPUTS)
     model.train()
