@@ -1,0 +1,12 @@
+"""Exact attention for packed rows and sliding windows, without any mask of tokens by tokens."""
+
+from .choice import AttentionChoice, AttentionHandle, choose_attention, use_attention
+from .forward import register_attention
+
+__all__ = [
+    "AttentionChoice",
+    "AttentionHandle",
+    "choose_attention",
+    "register_attention",
+    "use_attention",
+]

@@ -1,0 +1,289 @@
+"""Exact causal attention within documents, by blocks of queries: no tensor of tokens by tokens.
+
+The forward keeps the log of each row's softmax denominator, and the backward recomputes a block of
+probabilities from it (Dao et al., 2022, algorithm 4), so that nothing but [tokens] statistics
+lives between the two. Documents of one length are computed together. Works on any device and in
+any float dtype; sums are made in float32, or in float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Scores that live at a time: 16 MiB in float32, twice that in the backward.
+_SCRATCH_ELEMENTS = 1 << 22
+_LONGEST_BLOCK = 256
+# Of a sliding window below this, queries are still taken so many at a time.
+_SHORTEST_WINDOW_BLOCK = 128
+_SHORTEST_BLOCK = 16
+
+Rows = slice | Tensor
+
+
+def blockwise_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Causal attention of each token to its own document. Returns [T, Hq, Dv] in query's dtype.
+
+    Args:
+        query: [T, Hq, D], the tokens of all documents one after the other.
+        key: [T, Hkv, D], Hkv a divisor of Hq; of query's dtype.
+        value: [T, Hkv, Dv]; of query's dtype.
+        cu_seq_lens: [documents + 1] integers, 0, then the end of each document.
+        window: a token sees itself and the `window - 1` tokens before it; None sees all of them.
+        scale: factor of the scores before the softmax.
+
+    Raises:
+        ValueError: for shapes, dtypes or document lengths that do not fit together, and for a
+            window below 1.
+    """
+    _check(query, key, value, window)
+    result: Tensor
+    result, _ = _forward_op(query, key, value, cu_seq_lens, window or 0, scale)
+    return result
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: "
+            "convert them to one dtype"
+        )
+    if query.dim() != 3 or key.dim() != 3 or value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
+            "are not [tokens, heads, features] with as many values as keys"
+        )
+    if key.size(0) != query.size(0) or key.size(2) != query.size(2):
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} differ in tokens or features"
+        )
+    if query.size(1) % key.size(1) != 0:
+        raise ValueError(
+            f"{query.size(1)} heads of queries are no multiple of {key.size(1)} heads of keys"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} is below 1: pass None for attention without a window")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Documents of one length that are computed together.
+
+    Args:
+        rows: where their tokens are among all tokens.
+        count: number of documents.
+        length: of each of them.
+        block: queries at a time.
+    """
+
+    rows: Rows
+    count: int
+    length: int
+    block: int
+
+    def keys_of(self, start: int, window: int) -> tuple[int, int]:
+        """First and last key, exclusive, that the block of queries from `start` on can see."""
+        return (max(0, start - window + 1) if window else 0), min(start + self.block, self.length)
+
+
+def _parts(cu_seq_lens: Tensor, tokens: int, heads: int, window: int) -> Iterator[_Part]:
+    """Documents grouped by length; as many at a time as the scratch memory allows."""
+    ends = cu_seq_lens.tolist()
+    if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(
+            f"cu_seq_lens goes from {ends[0]} to {ends[-1]} over {tokens} tokens: it must hold 0, "
+            "then the end of each document, and end with the number of tokens"
+        )
+    starts_by_length: dict[int, list[int]] = {}
+    for start, end in pairwise(ends):
+        starts_by_length.setdefault(end - start, []).append(start)
+    starts_by_length.pop(0, None)
+    for length, starts in starts_by_length.items():
+        block = _block_size(length, heads, window)
+        keys = min(length, block + window - 1 if window else length)
+        together = max(1, _SCRATCH_ELEMENTS // (heads * block * keys))
+        for first in range(0, len(starts), together):
+            chosen = starts[first : first + together]
+            yield _Part(_rows(chosen, length, cu_seq_lens.device), len(chosen), length, block)
+
+
+def _block_size(length: int, heads: int, window: int) -> int:
+    longest = max(window, _SHORTEST_WINDOW_BLOCK) if window else _LONGEST_BLOCK
+    block = min(length, longest, _LONGEST_BLOCK if not window else longest)
+    while block > _SHORTEST_BLOCK:
+        keys = min(length, block + window - 1 if window else length)
+        if heads * block * keys <= _SCRATCH_ELEMENTS:
+            break
+        block = (block + 1) // 2
+    return block
+
+
+def _rows(starts: list[int], length: int, device: torch.device) -> Rows:
+    if starts[-1] - starts[0] == (len(starts) - 1) * length:
+        return slice(starts[0], starts[0] + len(starts) * length)
+    first = torch.tensor(starts, device=device).unsqueeze(1)
+    return (first + torch.arange(length, device=device)).flatten()
+
+
+def _by_head(x: Tensor, part: _Part, groups: int, dtype: torch.dtype) -> Tensor:
+    """[documents, Hkv, groups, length, ...] of x [T, heads, ...], in `dtype`."""
+    chosen = x[part.rows].to(dtype)
+    shape = (part.count, part.length, x.size(1) // groups, groups, *x.shape[2:])
+    return chosen.reshape(shape).permute(0, 2, 3, 1, *range(4, len(shape)))
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """The inverse of `_by_head`: [documents * length, heads, ...]."""
+    moved = x.permute(0, 3, 1, 2, *range(4, x.dim()))
+    return moved.flatten(0, 1).flatten(1, 2)
+
+
+def _scores(
+    query: Tensor, key: Tensor, part: _Part, start: int, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Scores [documents, Hkv, groups, block, keys] of the block from `start` on; its queries.
+
+    Hidden keys score -inf. The queries come as [documents, Hkv, groups * block, D].
+    """
+    first, last = part.keys_of(start, window)
+    queries = query[:, :, :, start:last].flatten(2, 3)
+    scores = torch.matmul(queries, key[:, :, first:last].transpose(-1, -2)).mul_(scale)
+    scores = scores.view(*query.shape[:3], last - start, last - first)
+    position = torch.arange(start, last, device=query.device).unsqueeze(1)
+    seen = torch.arange(first, last, device=query.device)
+    hidden = seen > position
+    if window:
+        hidden |= seen <= position - window
+    return scores.masked_fill_(hidden, -float("inf")), queries
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@torch.library.custom_op("lowpeak::blockwise_attention", mutates_args=())
+def _forward_op(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [T, Hq, Dv], and the log of each row's softmax denominator [T, Hq]."""
+    dtype, groups = _sum_dtype(query), query.size(1) // key.size(1)
+    output = query.new_empty(*query.shape[:2], value.size(2))
+    log_sums = query.new_empty(query.shape[:2], dtype=dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        for part in _parts(cu_seq_lens, query.size(0), query.size(1), window):
+            q = _by_head(query, part, groups, dtype)
+            k = _by_head(key, part, 1, dtype).squeeze(2).contiguous()
+            v = _by_head(value, part, 1, dtype).squeeze(2).contiguous()
+            found = q.new_empty(*q.shape[:-1], v.size(-1))
+            found_log_sums = q.new_empty(q.shape[:-1])
+            for start in range(0, part.length, part.block):
+                first, last = part.keys_of(start, window)
+                scores, _ = _scores(q, k, part, start, window, scale)
+                largest = scores.amax(-1, keepdim=True)
+                probs = scores.sub_(largest).exp_()
+                sums = probs.sum(-1, keepdim=True)
+                found_log_sums[..., start:last] = (largest + sums.log()).squeeze(-1)
+                mixed = torch.matmul(probs.flatten(2, 3), v[:, :, first:last])
+                found[..., start:last, :] = mixed.view(*probs.shape[:4], -1).div_(sums)
+            output[part.rows] = _by_token(found).to(output.dtype)
+            log_sums[part.rows] = _by_token(found_log_sums)
+    return output, log_sums
+
+
+@_forward_op.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    output = query.new_empty(*query.shape[:2], value.size(2))
+    return output, query.new_empty(query.shape[:2], dtype=_sum_dtype(query))
+
+
+@torch.library.custom_op("lowpeak::blockwise_attention_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    cu_seq_lens: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    dtype, groups = log_sums.dtype, query.size(1) // key.size(1)
+    grads = tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+    with torch.autocast(query.device.type, enabled=False):
+        for part in _parts(cu_seq_lens, query.size(0), query.size(1), window):
+            q = _by_head(query, part, groups, dtype)
+            k = _by_head(key, part, 1, dtype).squeeze(2).contiguous()
+            v = _by_head(value, part, 1, dtype).squeeze(2).contiguous()
+            out_grad = _by_head(grad, part, groups, dtype)
+            inner = (out_grad * _by_head(output, part, groups, dtype)).sum(-1)
+            sums = _by_head(log_sums, part, groups, dtype)
+            dq = q.new_empty(q.shape)
+            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+            for start in range(0, part.length, part.block):
+                first, last = part.keys_of(start, window)
+                scores, queries = _scores(q, k, part, start, window, scale)
+                probs = scores.sub_(sums[..., start:last, None]).exp_()
+                flat = probs.flatten(2, 3)
+                block_grad = out_grad[:, :, :, start:last].flatten(2, 3)
+                dv[:, :, first:last] += torch.matmul(flat.transpose(-1, -2), block_grad)
+                dp = torch.matmul(block_grad, v[:, :, first:last].transpose(-1, -2))
+                ds = dp.sub_(inner[..., start:last].flatten(2, 3).unsqueeze(-1))
+                ds = ds.mul_(flat).mul_(scale)
+                dq[..., start:last, :] = torch.matmul(ds, k[:, :, first:last]).view(
+                    *probs.shape[:4], -1
+                )
+                dk[:, :, first:last] += torch.matmul(ds.transpose(-1, -2), queries)
+            for target, found in zip(grads, (dq, dk.unsqueeze(2), dv.unsqueeze(2)), strict=True):
+                target[part.rows] = _by_token(found).to(target.dtype)
+    return grads[0], grads[1], grads[2]
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    cu_seq_lens: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_seq_lens, ctx.window, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(query, key, value, *output, cu_seq_lens)
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, output, log_sums, cu_seq_lens = ctx.saved_tensors
+    found = _backward_op(
+        grad, query, key, value, output, log_sums, cu_seq_lens, ctx.window, ctx.scale
+    )
+    return (*found, None, None, None)
+
+
+_forward_op.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,126 @@
+"""The attention function that transformers' layers call under the name "lowpeak"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .documents import Documents
+from .kernels import document_attention
+from .pattern import CausalPattern, lowpeak_mask
+
+NAME = "lowpeak"
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="lowpeak"` known to transformers: attention and masks together.
+
+    It is exact attention, that of "sdpa". Packed rows (`cu_seq_lens_q`, or `position_ids` that
+    start again) and sliding windows go through kernels that need no mask; padded batches and calls
+    with a key-value cache get sdpa's mask and sdpa's kernel. Calling it again does nothing.
+    """
+    AttentionInterface.register(NAME, lowpeak_attention)
+    AttentionMaskInterface.register(NAME, lowpeak_mask)
+
+
+def lowpeak_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | CausalPattern | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query [B, Hq, S, D] to key [B, Hkv, S, D]; returns [B, S, Hq, Dv] and None.
+
+    Raises:
+        ValueError: for attention sinks and a soft cap, which sdpa has not; and for packed rows that
+            only a mask could keep apart, when the mask does not.
+    """
+    _refuse(options)
+    causal = _is_causal(module, is_causal)
+    pattern = attention_mask if isinstance(attention_mask, CausalPattern) else None
+    boundaries = None
+    if cu_seq_lens_q is not None and causal and not isinstance(attention_mask, Tensor):
+        boundaries = _boundaries(cu_seq_lens_q, max_length_q)
+    packed = pattern is not None and pattern.packed
+    if packed or boundaries is None:
+        boundaries = None if pattern is None else pattern.documents
+    same_length = query.size(2) == key.size(2)
+    if boundaries is None or dropout > 0 or position_bias is not None or not same_length:
+        if boundaries is not None and cu_seq_lens_q is not None and not packed:
+            _raise_inseparable(dropout, position_bias)
+        mask = attention_mask
+        if isinstance(mask, CausalPattern):
+            mask = mask.dense_mask()
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            **options,
+        )
+        return result
+    output = document_attention(
+        _tokens(query),
+        _tokens(key),
+        _tokens(value),
+        boundaries,
+        window=None if pattern is None else pattern.window,
+        scale=query.size(-1) ** -0.5 if scaling is None else scaling,
+    )
+    return output.view(query.size(0), query.size(2), *output.shape[1:]), None
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    # As sdpa has it: a layer without the attribute belongs to a decoder.
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
+def _boundaries(cu_seq_lens: Tensor, longest: int | None) -> Documents:
+    if longest is None:
+        raise ValueError(
+            "cu_seq_lens_q came without max_length_q: pass the length of the longest document, "
+            "an int, with it"
+        )
+    return Documents(cu_seq_lens.to(torch.int32), int(longest))
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B * S, heads, D] of x [B, heads, S, D], in the dtype that autocast gives to attention."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for name, what in (("s_aux", "attention sinks"), ("softcap", "a soft cap on its scores")):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"this model's attention has {what} ({name}), which {NAME!r} attention has not: "
+                'use attn_implementation="eager" or a kernel made for it, and no packing'
+            )
+
+
+def _raise_inseparable(dropout: float, position_bias: Tensor | None) -> None:
+    cause = f"dropout={dropout}" if position_bias is None else "a position bias"
+    raise ValueError(
+        f"packed rows (cu_seq_lens_q) with {cause} in attention need a mask, and the model made "
+        "none that separates the documents: set attention_dropout=0, or train without packing"
+    )
