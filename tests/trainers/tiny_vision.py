@@ -14,7 +14,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 IMAGE = tiny.VOCABULARY
@@ -31,6 +30,8 @@ CHAT_TEMPLATE = (
 
 def processor() -> LlavaProcessor:
     """The word-level tokenizer with an image token, 4 of which stand for a picture."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
