@@ -202,13 +202,13 @@ def test_trainers_built_together_and_trained_in_turn(tmp_path):
         )
 
 
-# The field of MemoryConfig that switches a technique off.
-FLAGS = {"head": "fused_lm_head"}
+# The field of MemoryConfig that switches a technique off, and by which value.
+FLAGS = {"head": ("fused_lm_head", False), "attention": ("attention", "off")}
 
 
 def test_every_technique_has_its_switch():
     assert FLAGS.keys() == set(TECHNIQUES)
-    assert set(FLAGS.values()) <= set(lowpeak.MemoryConfig.__dataclass_fields__)
+    assert {name for name, _ in FLAGS.values()} <= set(lowpeak.MemoryConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
@@ -219,7 +219,7 @@ def test_run_without_one_technique_is_that_of_trl(method, technique, by, tmp_pat
         monkeypatch.setenv("LOWPEAK_DISABLE", technique)
         options = {"max_steps": 2}
     else:
-        options = {"max_steps": 2, FLAGS[technique]: False}
+        options = dict([("max_steps", 2), FLAGS[technique]])
     record = parity.CompletionRecord()
     stock = methods.build(trl, method, tmp_path, options={"max_steps": 2})
     ours = methods.build(lowpeak_trainers, method, tmp_path, options=options)

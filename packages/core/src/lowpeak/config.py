@@ -6,20 +6,21 @@ import os
 from dataclasses import dataclass, field
 
 DISABLE_VARIABLE = "LOWPEAK_DISABLE"
-TECHNIQUES = ("head",)
+TECHNIQUES = ("head", "attention")
 
 
 @dataclass
 class MemoryConfig:
     """Options of lowpeak, also a mixin in front of a `transformers.TrainingArguments` dataclass.
 
-    Every field is a number, a bool or None, so that it can be written to JSON and given on a
-    command line. None means that lowpeak decides; an explicit value is never overridden.
+    Every field is a number, a bool, a string or None, so that it can be written to JSON and given
+    on a command line. None means that lowpeak decides; an explicit value is never overridden.
 
     `class MyConfig(MemoryConfig, TrainingArguments)` has the fields of both.
 
     Raises:
-        ValueError: in `validate_memory_config`, for a scratch size that is not positive.
+        ValueError: in `validate_memory_config`, for a scratch size that is not positive and an
+            attention that is no name.
     """
 
     fused_lm_head: bool | None = field(
@@ -36,18 +37,42 @@ class MemoryConfig:
             "by the shape of the head."
         },
     )
+    attention: str | None = field(
+        default=None,
+        metadata={
+            "help": "Attention of the model. None keeps what the user named, and otherwise takes "
+            "'lowpeak', which needs no mask of tokens by tokens, where it serves the model; 'off' "
+            "leaves the model as it is; any other name is given to the model. The environment "
+            "variable LOWPEAK_DISABLE=attention is the same as 'off'."
+        },
+    )
 
     def validate_memory_config(self) -> None:
         """Check the values; called where the config is used, since a mixin has no __post_init__.
 
         Raises:
-            ValueError: for `lm_head_scratch_bytes` below 1.
+            ValueError: for `lm_head_scratch_bytes` below 1, and an `attention` that is no string.
         """
         if self.lm_head_scratch_bytes is not None and self.lm_head_scratch_bytes < 1:
             raise ValueError(
                 f"lm_head_scratch_bytes={self.lm_head_scratch_bytes} is not positive: "
                 "pass a number of bytes, or None to let lowpeak choose"
             )
+        attention: object = self.attention
+        if attention is not None and not isinstance(attention, str):
+            raise ValueError(
+                f"attention={attention!r} is no name: pass that of an implementation, "
+                "'off' to leave the model as it is, or None to let lowpeak choose"
+            )
+
+
+def why_attention_is_off(config: MemoryConfig) -> str | None:
+    """What keeps lowpeak from choosing the attention of a model, or None where it may."""
+    if config.attention == "off":
+        return "attention='off'"
+    if "attention" in disabled_techniques():
+        return f"{DISABLE_VARIABLE}=attention"
+    return None
 
 
 def disabled_techniques() -> frozenset[str]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from lowpeak.config import MemoryConfig
 
+from .attention import choose_trainer_attention
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
 from .fused_forward import HeadFromConfig, report_no_head
@@ -62,6 +63,7 @@ class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
             super().__init__(*args, **kwargs)
         if REWARD_MODULE in modules:
             report_no_head(type(self).__name__, self._memory_config())
+        choose_trainer_attention(self, self._memory_config())
 
     def _memory_config(self) -> MemoryConfig:
         return self.args if isinstance(self.args, MemoryConfig) else MemoryConfig()

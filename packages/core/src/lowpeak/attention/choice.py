@@ -6,6 +6,11 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
+from lowpeak.pretrained import pretrained_model
+
 from .forward import NAME, register_attention
 from .inspection import config_reason
 from .self_test import packing_reason
@@ -77,41 +82,50 @@ def _weights_are_here(model: Any) -> bool:
 
 
 class AttentionHandle:
-    """Gives a model the attention back that it had."""
+    """Gives a model the attention back that it had.
 
-    def __init__(self, model: Any, previous: str) -> None:
+    Args:
+        model: a `PreTrainedModel`.
+        choice: the attention that it has now.
+        previous: the one it had.
+    """
+
+    def __init__(self, model: PreTrainedModel, choice: AttentionChoice, previous: str) -> None:
         self._model = model
-        self._previous: str | None = previous
+        self._previous = previous
+        self.choice = choice
 
     def remove(self) -> None:
         """Restore the implementation, unless another one was set since. Again: nothing."""
-        if self._previous is not None and self._model.config._attn_implementation == NAME:
+        if self._model.config._attn_implementation == self.choice.name != self._previous:
             self._model.set_attn_implementation(self._previous)
-        self._previous = None
+            self._previous = self.choice.name
 
 
-def use_attention(model: Any, name: str | None) -> AttentionHandle | None:
-    """Switch `model`, a `PreTrainedModel`, to an attention; None lets `choose_attention` decide.
+def use_attention(model: nn.Module, name: str | None = None) -> AttentionHandle:
+    """Switch a model to an attention; None lets `choose_attention` decide.
 
-    Returns what undoes it, or None if nothing was switched.
+    Args:
+        model: `PreTrainedModel`, or a `PeftModel` of one.
+        name: of an implementation that transformers knows, or "lowpeak".
 
     Raises:
+        TypeError: for another kind of model.
         ValueError: for name "lowpeak" and a model that it does not serve.
     """
     register_attention()
-    previous = model.config._attn_implementation
+    base = pretrained_model(model)
     if name is None:
-        choice = choose_attention(model)
-        name, reason = choice.name, choice.reason
-    elif name == NAME and (refusal := why_unsupported(model)) is not None:
+        choice = choose_attention(base)
+    elif name == NAME and (refusal := why_unsupported(base)) is not None:
         raise ValueError(
-            f"attention={NAME!r} does not serve {type(model).__name__}: {refusal}. Leave it out, "
+            f"attention={NAME!r} does not serve {type(base).__name__}: {refusal}. Leave it out, "
             "or name another implementation"
         )
     else:
-        reason = "it was asked for"
-    logger.info("%s: attention %s: %s", type(model).__name__, name, reason)
-    if name == previous:
-        return None
-    model.set_attn_implementation(name)
-    return AttentionHandle(model, previous)
+        choice = AttentionChoice(name, "it was asked for", True)
+    logger.info("%s: attention %s: %s", type(base).__name__, choice.name, choice.reason)
+    previous = base.config._attn_implementation
+    if choice.name != previous:
+        base.set_attn_implementation(choice.name)
+    return AttentionHandle(base, choice, previous)

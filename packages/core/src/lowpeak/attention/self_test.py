@@ -45,7 +45,10 @@ def packing_reason(model: Any, attention: str) -> str | None:
     first, other, second = _documents(model)
     backbone = model.base_model
     with undisturbed(model):
-        alone = [_hidden(backbone, ids) for ids in (first, second)]
+        try:
+            alone = [_hidden(backbone, ids) for ids in (first, second)]
+        except Exception as error:
+            return f"its forward does not take token ids alone ({type(error).__name__}: {error})"
         try:
             with attention_of(model, attention):
                 if model.config._attn_implementation != attention:

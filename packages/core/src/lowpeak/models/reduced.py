@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput, MoeCausalLMOutputWithPast
 
-from lowpeak.config import DISABLE_VARIABLE, MemoryConfig, disabled_techniques, technique_enabled
+from lowpeak.attention import AttentionHandle, use_attention
+from lowpeak.config import (
+    DISABLE_VARIABLE,
+    MemoryConfig,
+    disabled_techniques,
+    technique_enabled,
+    why_attention_is_off,
+)
+from lowpeak.pretrained import pretrained_model
 
 from .fused_forward import (
     ForwardSettings,
@@ -29,7 +35,7 @@ logger = logging.getLogger("lowpeak.models")
 class ReducedMemoryHandle:
     """Undoes `reduce_memory`."""
 
-    def __init__(self, handles: tuple[FusedForwardHandle, ...]) -> None:
+    def __init__(self, handles: Sequence[FusedForwardHandle | AttentionHandle]) -> None:
         self._handles = handles
 
     def remove(self) -> None:
@@ -41,7 +47,7 @@ class ReducedMemoryHandle:
 def reduce_memory(
     model: nn.Module, config: MemoryConfig | None = None, *, eval_logits: bool = True
 ) -> ReducedMemoryHandle:
-    """Let a transformers causal LM train without the logits of its batches.
+    """Let a transformers causal LM train without the logits of its batches, nor N x N masks.
 
     For `transformers.Trainer` and training loops of one's own. Afterwards
 
@@ -51,7 +57,9 @@ def reduce_memory(
       builds no logits;
     - every other call, generate() among them, is the model's own.
 
-    The first training step tests loss and logits on a few tokens against the model's own.
+    The first training step tests loss and logits on a few tokens against the model's own. A model
+    whose user named no attention gets "lowpeak" attention, if that serves it: see
+    `lowpeak.attention.choose_attention`.
 
     Args:
         model: `PreTrainedModel` with a language model head, or a `PeftModel` of one; before it goes
@@ -62,33 +70,30 @@ def reduce_memory(
 
     Raises:
         TypeError: for another kind of model.
-        ValueError: as `install_fused_forward`; and in the first training step for a model whose own
+        ValueError: as `install_fused_forward`; for attention="lowpeak" and a model that it does not
+            serve; and in the first training step for a model whose own
             loss is not the mean negative log-likelihood of the next token.
     """
     config = MemoryConfig() if config is None else config
     config.validate_memory_config()
-    base = _base_model(model)
-    if not technique_enabled("head", config.fused_lm_head):
+    base = pretrained_model(model)
+    handles: list[FusedForwardHandle | AttentionHandle] = []
+    if technique_enabled("head", config.fused_lm_head):
+        settings = ForwardSettings(scratch_bytes=config.lm_head_scratch_bytes)
+
+        def adapt(fused: FusedForward) -> Callable[..., Any]:
+            return _loss_forward(fused, eval_logits)
+
+        handles.append(bind_forward(base, settings, adapt))
+    else:
         by = DISABLE_VARIABLE if "head" in disabled_techniques() else "fused_lm_head=False"
         logger.info("%s: fused LM head off, by %s", type(base).__name__, by)
-        return ReducedMemoryHandle(())
-    settings = ForwardSettings(scratch_bytes=config.lm_head_scratch_bytes)
-
-    def adapt(fused: FusedForward) -> Callable[..., Any]:
-        return _loss_forward(fused, eval_logits)
-
-    return ReducedMemoryHandle((bind_forward(base, settings, adapt),))
-
-
-def _base_model(model: nn.Module) -> PreTrainedModel:
-    peft = sys.modules.get("peft")
-    base = model.get_base_model() if peft and isinstance(model, peft.PeftModel) else model
-    if not isinstance(base, PreTrainedModel):
-        raise TypeError(
-            f"model is a {type(model).__name__}: pass the transformers PreTrainedModel itself, "
-            "before it is wrapped for training (a PeftModel may be passed)"
-        )
-    return base
+    off = why_attention_is_off(config)
+    if off is None:
+        handles.append(use_attention(base, config.attention))
+    else:
+        logger.info("%s: attention left as it is, by %s", type(base).__name__, off)
+    return ReducedMemoryHandle(handles)
 
 
 def _loss_forward(fused: FusedForward, eval_logits: bool) -> Callable[..., Any]:
