@@ -11,12 +11,17 @@ Nothing overflows where the supports are disjoint, and equal distributions give 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .divergence_fold import HeadTile
+from .divergence_fold import HeadTile, head_block, head_variant, inverse_temperature_of_row
+from .triton_shim import jit, tl
+
+_BLOCK = 1024
+_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,139 @@ def mixture_tile_torch(
     over_q = share.add_(gap.clamp_(min=0.0))
     from_teacher.sub_(over_p.mul_(p).masked_fill_(p == 0, 0.0).sum(1))
     from_student.sub_(over_q.mul_(q).masked_fill_(q == 0, 0.0).sum(1))
+
+
+@jit
+def log_share_block(gap, beta):
+    """`log_share_torch` of a block."""
+    share = tl.where(gap > 0, 1.0 - beta, beta)
+    return tl.log(1.0 - share * (1.0 - tl.exp(-tl.abs(gap))))
+
+
+@jit
+def divergence_mixture_kernel(
+    student_ptr,
+    student_stride,
+    student_bias_ptr,
+    student_temperature_ptr,
+    student_scale,
+    student_softcap,
+    student_temperature,
+    teacher_ptr,
+    teacher_stride,
+    teacher_bias_ptr,
+    teacher_temperature_ptr,
+    teacher_scale,
+    teacher_softcap,
+    teacher_temperature,
+    student_centre_ptr,
+    student_log_sum_ptr,
+    teacher_centre_ptr,
+    teacher_log_sum_ptr,
+    from_teacher_ptr,
+    from_student_ptr,
+    width,
+    beta,
+    STUDENT_HAS_BIAS: tl.constexpr,
+    STUDENT_HAS_SOFTCAP: tl.constexpr,
+    STUDENT_ROW_TEMPERATURE: tl.constexpr,
+    TEACHER_HAS_BIAS: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
+    TEACHER_ROW_TEMPERATURE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    s_inverse = inverse_temperature_of_row(
+        student_temperature_ptr, student_temperature, row, STUDENT_ROW_TEMPERATURE
+    )
+    t_inverse = inverse_temperature_of_row(
+        teacher_temperature_ptr, teacher_temperature, row, TEACHER_ROW_TEMPERATURE
+    )
+    s_centre = tl.load(student_centre_ptr + row)
+    s_log_sum = tl.load(student_log_sum_ptr + row)
+    t_centre = tl.load(teacher_centre_ptr + row)
+    t_log_sum = tl.load(teacher_log_sum_ptr + row)
+    from_teacher = tl.zeros([BLOCK], tl.float32)
+    from_student = tl.zeros([BLOCK], tl.float32)
+    for offset in range(0, width, BLOCK):
+        columns = offset + tl.arange(0, BLOCK)
+        inside = columns < width
+        _, s = head_block(
+            student_ptr,
+            student_bias_ptr,
+            columns,
+            inside,
+            student_scale,
+            student_softcap,
+            s_inverse,
+            STUDENT_HAS_BIAS,
+            STUDENT_HAS_SOFTCAP,
+        )
+        _, t = head_block(
+            teacher_ptr,
+            teacher_bias_ptr,
+            columns,
+            inside,
+            teacher_scale,
+            teacher_softcap,
+            t_inverse,
+            TEACHER_HAS_BIAS,
+            TEACHER_HAS_SOFTCAP,
+        )
+        log_q = (s - s_centre) - s_log_sum
+        log_p = (t - t_centre) - t_log_sum
+        q = tl.where(inside, tl.exp(log_q), 0.0)
+        p = tl.where(inside, tl.exp(log_p), 0.0)
+        gap = log_p - log_q
+        share = log_share_block(gap, beta)
+        from_teacher -= tl.where(p == 0, 0.0, p * (share - tl.minimum(gap, 0.0)))
+        from_student -= tl.where(q == 0, 0.0, q * (share + tl.maximum(gap, 0.0)))
+    teacher_part = tl.load(from_teacher_ptr + row) + tl.sum(from_teacher)
+    student_part = tl.load(from_student_ptr + row) + tl.sum(from_student)
+    tl.store(from_teacher_ptr + row, teacher_part)
+    tl.store(from_student_ptr + row, student_part)
+
+
+def mixture_tile_triton(
+    student: HeadTile,
+    teacher: HeadTile,
+    normalizers: PairNormalizers,
+    beta: float,
+    from_teacher: Tensor,
+    from_student: Tensor,
+) -> None:
+    """`mixture_tile_torch` as one kernel launch; sums must be float32. Keeps the tiles."""
+    divergence_mixture_kernel[(student.logits.size(0),)](
+        **student.arguments("student"),
+        **teacher.arguments("teacher"),
+        **{f"{name}_ptr": field for name, field in vars(normalizers).items()},
+        from_teacher_ptr=from_teacher,
+        from_student_ptr=from_student,
+        width=student.logits.size(1),
+        beta=beta,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+NORMALIZER_TYPES = {f"{field.name}_ptr": "*fp32" for field in fields(PairNormalizers)}
+
+
+def _variant(bias: str | None, transformed: bool) -> tuple[str, dict[str, str], Any, int]:
+    student = head_variant("student", "fp32", bias, transformed)
+    teacher = head_variant("teacher", "fp32", bias, transformed)
+    types = student[0] | teacher[0] | NORMALIZER_TYPES
+    types |= {"from_teacher_ptr": "*fp32", "from_student_ptr": "*fp32"}
+    types |= {"width": "i32", "beta": "fp32"}
+    constants = student[1] | teacher[1] | {"BLOCK": _BLOCK}
+    return ("divergence_mixture_kernel", types, constants, _WARPS)
+
+
+# half-precision products are float32 tiles
+AOT_VARIANTS = [
+    _variant(None, False),
+    _variant("fp32", True),
+    _variant("bf16", True),
+]

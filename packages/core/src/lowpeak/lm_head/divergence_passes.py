@@ -8,9 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.divergence_fold import Divergence, HeadTile, PairStatistics, fold_pair_torch
-from ..kernels.divergence_gradient import divergence_gradient_torch
-from ..kernels.divergence_mixture import PairNormalizers, mixture_tile_torch
+from ..kernels.divergence_fold import (
+    Divergence,
+    HeadTile,
+    PairStatistics,
+    fold_pair_torch,
+    fold_pair_triton,
+)
+from ..kernels.divergence_gradient import divergence_gradient_torch, divergence_gradient_triton
+from ..kernels.divergence_mixture import PairNormalizers, mixture_tile_torch, mixture_tile_triton
 from .backward import HeadGradients
 from .planner import TileCost
 from .statistics import power_of_two
@@ -124,23 +130,24 @@ def run_divergence_forward(
     walk = None
     if rows:
         triton = pair.use_triton(backend)
+        fold = fold_pair_triton if triton else fold_pair_torch
         cost = tile_cost(student, triton, False, False) + pair.teacher_cost(triton)
         plan = head_plan(student, "forward", cost, scratch_bytes)
         walk = _PairWalk(pair, TileWalk(student, plan))
         sums = [statistics.rows(part.first, part.last) for part in walk.parts]
         for block in walk.blocks():
             for part, part_sums in zip(walk.parts, sums, strict=True):
-                fold_pair_torch(*walk.tiles(block, part), part_sums, pair.divergence)
+                fold(*walk.tiles(block, part), part_sums, pair.divergence)
     results = _normalizers(statistics)
     if pair.divergence == Divergence.MIXTURE:
-        results |= _mixture(pair, walk, results)
+        results |= _mixture(pair, walk, results, backend)
     else:
         results |= _kl_divergence(pair, statistics, results)
     return results
 
 
 def _mixture(
-    pair: HeadPair, walk: _PairWalk | None, results: Mapping[str, Tensor]
+    pair: HeadPair, walk: _PairWalk | None, results: Mapping[str, Tensor], backend: str
 ) -> dict[str, Tensor]:
     """The second pass of a mixture."""
     from_teacher = torch.zeros_like(results["student_centre"])
@@ -151,10 +158,11 @@ def _mixture(
             (normalizers.rows(first, last), from_teacher[first:last], from_student[first:last])
             for first, last in ((part.first, part.last) for part in walk.parts)
         ]
+        add = mixture_tile_triton if pair.use_triton(backend) else mixture_tile_torch
         for block in walk.blocks():
             for part, (rows, teacher_sum, student_sum) in zip(walk.parts, sums, strict=True):
                 tiles = walk.tiles(block, part)
-                mixture_tile_torch(*tiles, rows, pair.beta, teacher_sum, student_sum)
+                add(*tiles, rows, pair.beta, teacher_sum, student_sum)
     divergence = pair.beta * from_teacher + (1 - pair.beta) * from_student
     return {"divergence": divergence.clamp_(min=0.0), "mean": from_student}
 
@@ -210,6 +218,7 @@ def run_divergence_backward(
     if student.hidden.size(0) == 0:
         return gradients.zeros()
     triton = pair.use_triton(backend)
+    gradient_of = divergence_gradient_triton if triton else divergence_gradient_torch
     walk = _PairWalk(pair, gradients.plan(triton, scratch_bytes, pair.teacher_cost(triton)))
     buffer = walk.student.gradient_buffer()
     normalizers = _pair_normalizers(results)
@@ -221,7 +230,7 @@ def run_divergence_backward(
         for part, (sums, factor, mean) in zip(walk.parts, rows, strict=True):
             tiles = walk.tiles(block, part)
             out = walk.student.gradient_tile(buffer, tiles[0].logits)
-            divergence_gradient_torch(*tiles, sums, factor, mean, pair.divergence, pair.beta, out)
+            gradient_of(*tiles, sums, factor, mean, pair.divergence, pair.beta, out)
             hidden = walk.student.hidden[part.first : part.last]
             gradients.add(
                 out, (part.first, part.last), (block.start, block.end), block.student_weight, hidden

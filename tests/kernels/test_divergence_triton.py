@@ -1,0 +1,103 @@
+"""fused_divergence with backend="triton": the whole route, against the torch tests' oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from divergence_checks import BETAS, assert_exact, make_pair, run, upstream_for
+from lm_head_checks import Transform, error, largest
+
+pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_betas_and_dtypes(beta: float, dtype: torch.dtype, device: torch.device) -> None:
+    for shape in ((0, 7), (1, 1), (12, 130)):
+        assert_exact(make_pair(*shape, beta, dtype, device), backend="triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_many_tiles_and_every_option(beta: float, dtype: torch.dtype, device: torch.device) -> None:
+    temperature = (torch.rand(12) + 0.5).to(device)
+    pair = make_pair(
+        12, 1000, beta, dtype, device,
+        student_transform=Transform(scale=0.5, softcap=6.0, temperature=temperature),
+        teacher_transform=Transform(softcap=9.0, temperature=0.8),
+    )  # fmt: skip
+    assert_exact(pair, backend="triton", scratch_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a7_masked_columns(beta: float, device: torch.device) -> None:
+    pair = make_pair(9, 1000, beta, device=device)
+    for case in (pair.student, pair.teacher):
+        case.bias[100:] = float("-inf")
+    assert_exact(pair, backend="triton", scratch_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_equal_heads_give_exactly_nothing(
+    beta: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    pair = make_pair(9, 300, beta, dtype, device)
+    ours = run(replace(pair, teacher=pair.student), upstream_for(pair), backend="triton")
+    assert (ours.divergence == 0).all()
+    assert all((gradient == 0).all() for gradient in ours.gradients.values())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_equals_the_torch_backend(beta: float, device: torch.device) -> None:
+    """Same tiles, same formula: the backends differ by roundoff only. Repeats are bitwise equal."""
+    pair = make_pair(12, 300, beta, device=device)
+    upstream = upstream_for(pair)
+    first, again, plain = (
+        run(pair, upstream, backend=backend) for backend in ("triton", "triton", "torch")
+    )
+    assert torch.equal(first.divergence, again.divergence)
+    assert error(first.divergence, plain.divergence) <= 1e-5
+    assert error(first.entropy, plain.entropy) <= 1e-5
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, again.gradients[name])
+        assert error(gradient, plain.gradients[name]) <= 1e-5 * max(1.0, largest(gradient))
+
+
+def test_float64_of_either_head_is_refused_in_words(device: torch.device) -> None:
+    pair = make_pair(3, 7, 0.5, device=device)
+    for head in ("student", "teacher"):
+        wide = replace(pair, **{head: getattr(pair, head).to(torch.float64)})
+        with pytest.raises(ValueError, match=r"(?s)backend.*float64"):
+            run(wide, backend="triton")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_realistic_shape(beta: float, backend: str, device: torch.device) -> None:
+    transform = Transform(softcap=30.0, temperature=0.8)
+    pair = make_pair(2048, 32003, beta, torch.bfloat16, device, width=256, teacher_width=512,
+                     student_transform=transform)  # fmt: skip
+    assert_exact(pair, backend=backend, scratch_bytes=1 << 26)
+
+
+@pytest.mark.cuda
+def test_rows_synchronise_once_or_never(device: torch.device) -> None:
+    pair = make_pair(64, 500, 0.5, torch.float16, device)
+    upstream = upstream_for(pair)
+    run(pair, upstream)
+    run(pair, upstream, row_selection="all")
+    torch.cuda.synchronize()
+    mask, debug = pair.mask, torch.cuda.set_sync_debug_mode
+    debug("error")
+    try:
+        run(pair, upstream, row_selection="all", mask=mask)
+        debug("warn")
+        with pytest.warns(UserWarning, match="synchroniz") as caught:
+            run(pair, upstream, mask=mask)
+    finally:
+        debug("default")
+    assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1
