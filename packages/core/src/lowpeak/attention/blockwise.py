@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Scores that live at a time: 16 MiB in float32, twice that in the backward.
-_SCRATCH_ELEMENTS = 1 << 22
+# Scores that live at a time: 4 MiB in float32, twice that in the backward.
+_SCRATCH_ELEMENTS = 1 << 20
 _LONGEST_BLOCK = 256
 # Of a sliding window below this, queries are still taken so many at a time.
 _SHORTEST_WINDOW_BLOCK = 128
