@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from packaging.version import Version
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -66,6 +67,8 @@ def mamba():
     return transformers.MambaForCausalLM(transformers.MambaConfig(**SHAPE, state_size=4))
 
 
+# Until then a checkpointed model in train mode drops its cache while it generates: stock TRL's too.
+DROPS_ITS_CACHE = Version(transformers.__version__) < Version("5.24")
 FAMILIES = {"llama": tiny.llama, "qwen3_next": qwen3_next, "lfm2": lfm2, "mamba": mamba}
 
 
@@ -86,7 +89,13 @@ def test_h9_generation_after_training_is_that_of_a_reloaded_model(family, checkp
         "SFT",
         tmp_path,
         model=model,
-        options={"max_steps": 2, "gradient_checkpointing": checkpointing},
+        options={
+            "max_steps": 2,
+            "gradient_checkpointing": checkpointing,
+            # with the loss of the router, TRL leaves output_router_logits on, and the generate() of
+            # transformers 5.17 fails on it
+            "router_aux_loss_coef": 0.0 if family == "qwen3_next" else None,
+        },
     )
     trainer.train()
     trainer.save_model(tmp_path / "saved")
@@ -99,6 +108,8 @@ def test_h9_generation_after_training_is_that_of_a_reloaded_model(family, checkp
         not torch.equal(value, before[name].cpu()) for name, value in trained.state_dict().items()
     )
     wanted = texts(reloaded)
+    if DROPS_ITS_CACHE:
+        trained.gradient_checkpointing_disable()
     assert texts(trained.train()) == wanted
     assert texts(trained.eval()) == wanted
     assert texts(trained, use_cache=False) == wanted
@@ -212,6 +223,11 @@ def test_export_is_that_of_trl(method, tmp_path):
         trainer.train()
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(tmp_path / name / "export")
     assert files(tmp_path / "trl") == files(tmp_path / "lowpeak")
+    configs = [
+        json.loads((tmp_path / name / "checkpoint-1" / "config.json").read_text())
+        for name in methods.PACKAGES
+    ]
+    assert {**configs[0], "use_cache": True} == configs[1]
     for folder in ("checkpoint-1", "export"):
         stock, ours = (
             load_file(tmp_path / name / folder / "model.safetensors") for name in methods.PACKAGES

@@ -202,33 +202,46 @@ def test_trainers_built_together_and_trained_in_turn(tmp_path):
         )
 
 
-# The field of MemoryConfig that switches a technique off, and by which value.
-FLAGS = {"head": ("fused_lm_head", False), "attention": ("attention", "off")}
+# The field of MemoryConfig that switches a technique off, and its value then.
+SWITCHES = {"head": ("fused_lm_head", False), "attention": ("attention", "off")}
+
+
+def in_use(trainer):
+    """The techniques that a trainer's model uses."""
+    found = {"head"} if parity.has_lowpeak_head(trainer) else set()
+    if trainer.model.config._attn_implementation == "lowpeak":
+        found.add("attention")
+    return found
 
 
 def test_every_technique_has_its_switch():
-    assert FLAGS.keys() == set(TECHNIQUES)
-    assert {name for name, _ in FLAGS.values()} <= set(lowpeak.MemoryConfig.__dataclass_fields__)
+    assert SWITCHES.keys() == set(TECHNIQUES)
+    fields = lowpeak.MemoryConfig.__dataclass_fields__
+    assert all(name in fields for name, _ in SWITCHES.values())
 
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
-@pytest.mark.parametrize("technique", FLAGS)
+@pytest.mark.parametrize(
+    "techniques", [["head"], ["attention"], ["head", "attention"]], ids="+".join
+)
 @pytest.mark.parametrize("method", methods.METHODS)
-def test_run_without_one_technique_is_that_of_trl(method, technique, by, tmp_path, monkeypatch):
+def test_run_without_some_techniques_is_that_of_trl(method, techniques, by, tmp_path, monkeypatch):
+    options = {"max_steps": 2}
+    stock = methods.build(trl, method, tmp_path, options=options)
+    everything = in_use(methods.build(lowpeak_trainers, method, tmp_path, options=options))
     if by == "environment":
-        monkeypatch.setenv("LOWPEAK_DISABLE", technique)
-        options = {"max_steps": 2}
+        monkeypatch.setenv("LOWPEAK_DISABLE", ",".join(techniques))
     else:
-        options = dict([("max_steps", 2), FLAGS[technique]])
-    record = parity.CompletionRecord()
-    stock = methods.build(trl, method, tmp_path, options={"max_steps": 2})
+        options |= dict(SWITCHES[technique] for technique in techniques)
     ours = methods.build(lowpeak_trainers, method, tmp_path, options=options)
     if method in methods.ONLINE:
+        record = parity.CompletionRecord()
         record.record(stock)
         record.replay(ours)
     stock.train()
     ours.train()
-    assert parity.has_lowpeak_head(ours) is (technique != "head")
+    assert everything == set(TECHNIQUES)
+    assert in_use(ours) == everything - set(techniques)
     parity.assert_same_logs(ours, stock)
 
 
