@@ -20,8 +20,8 @@ CHECKPOINTS = {
 COMPLETIONS = [[7, 9, 11, 2], [13, 8, 2], [40, 41, 42, 43, 44, 2], [90, 2]] * 2
 
 
-def model(attention, rate):
-    return tiny.llama(attn_implementation=attention, attention_dropout=rate)
+def model(rate):
+    return tiny.llama(attention_dropout=rate)
 
 
 def keep_dropout(method):
@@ -30,15 +30,21 @@ def keep_dropout(method):
 
 
 def gradients(method, folder, *, attention="sdpa", rate=0.2, lora=None, **options):
-    """Gradients of the first step from one state of the random generators."""
+    """Gradients of the first step; attention None is the choice of lowpeak."""
     record = oracle.GradientRecord()
     keywords = {} if lora is None else {"peft_config": lora}
     trainer = methods.build(
         lowpeak_trainers,
         method,
         folder,
-        model=model(attention, rate),
-        options={"max_steps": 1, "max_grad_norm": 1e9, **keep_dropout(method), **options},
+        model=model(rate),
+        options={
+            "max_steps": 1,
+            "max_grad_norm": 1e9,
+            "attention": attention,
+            **keep_dropout(method),
+            **options,
+        },
         callbacks=[record],
         **keywords,
     )
@@ -49,7 +55,8 @@ def gradients(method, folder, *, attention="sdpa", rate=0.2, lora=None, **option
 
 
 @pytest.mark.parametrize(
-    ("where", "attention"), [("attention", "eager"), ("attention", "sdpa"), ("lora", "sdpa")]
+    ("where", "attention"),
+    [("attention", "eager"), ("attention", "sdpa"), ("attention", None), ("lora", "sdpa")],
 )
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_h3_recompute_draws_the_same_dropout(method, where, attention, tmp_path):
@@ -101,7 +108,7 @@ def test_h3_dropout_is_that_of_trl(method, where, tmp_path):
     methods.assert_parity(
         method,
         tmp_path,
-        model=lambda: model("sdpa", 0.2 if where == "attention" else 0.0),
+        model=lambda: model(0.2 if where == "attention" else 0.0),
         peft_config=lora,
         options=keep_dropout(method),
     )
