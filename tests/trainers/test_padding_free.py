@@ -23,6 +23,12 @@ OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 VOCABULARY = 61
 
 
+def padding_free(multiple: int | None = None) -> PaddingFree:
+    layout = PaddingFree()
+    layout.switch(True, multiple)
+    return layout
+
+
 def llama() -> Any:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -120,7 +126,7 @@ def test_g4_every_sequence_as_if_alone(
     wanted = gradients(model, expected["log_probs"].sum() + expected["entropy"].sum())
     handle.remove()
 
-    install_fused_forward(model, outputs=OUTPUTS, layout=PaddingFree(multiple))
+    install_fused_forward(model, outputs=OUTPUTS, layout=padding_free(multiple))
     out = model(**batch, fused_lm_head=True)
     for name in OUTPUTS:
         torch.testing.assert_close(getattr(out, name), expected[name], atol=1e-10, rtol=1e-10)
@@ -138,7 +144,7 @@ def test_backbone_sees_no_padding() -> None:
     model = llama()
     seen: list[torch.Size] = []
     model.model.embed_tokens.register_forward_hook(lambda m, args, out: seen.append(args[0].shape))
-    install_fused_forward(model, layout=PaddingFree())
+    install_fused_forward(model, layout=padding_free())
     model(**padded_batch([5, 9, 2], [0, 3, 1], 1), fused_lm_head=True)
     assert seen[-1] == (1, 16)
 
@@ -156,13 +162,13 @@ def test_left_padded_where_packing_would_change_the_meaning(name: str, change: A
     batch = padded_batch([5, 9], [0, 3], 1)
     change(batch)
     labels = batch.pop("labels")
-    assert PaddingFree()(batch, labels) is None
+    assert padding_free()(batch, labels) is None
 
 
 def test_other_arguments_stay_padded() -> None:
     batch = padded_batch([5, 9], [0, 3], 1)
     labels = batch.pop("labels")
-    layout = PaddingFree()
+    layout = padding_free()
     assert layout(batch, labels) is not None
     assert layout({**batch, "pixel_values": None}, labels) is not None
     assert layout({**batch, "pixel_values": torch.ones(1)}, labels) is None
@@ -172,7 +178,7 @@ def test_other_arguments_stay_padded() -> None:
 def test_filling_has_no_labels_and_its_own_document() -> None:
     batch = padded_batch([5, 9, 2], [0, 3, 1], 1)
     labels = batch.pop("labels")
-    packed = PaddingFree(multiple=10)(batch, labels)
+    packed = padding_free(multiple=10)(batch, labels)
     assert packed is not None
     assert packed.labels.shape == (1, 20)
     assert packed.arguments["cu_seq_lens_q"].tolist() == [0, 5, 14, 16, 20]
@@ -181,4 +187,4 @@ def test_filling_has_no_labels_and_its_own_document() -> None:
     ]  # fmt: skip
     assert (packed.labels[0, 16:] == -100).all()
     with pytest.raises(ValueError, match="multiple=0"):
-        PaddingFree(multiple=0)
+        PaddingFree().switch(True, multiple=0)

@@ -9,7 +9,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from torch import nn
 
 from lowpeak.config import DISABLE_VARIABLE, MemoryConfig, technique_enabled
-from lowpeak.models import FusedForwardHandle, install_fused_forward
+from lowpeak.models import BatchLayout, FusedForwardHandle, install_fused_forward
 
 from .compatibility import check_trl
 from .seam import FusedHeadFunction
@@ -43,12 +43,18 @@ class HeadFromConfig:
     """Answers one trainer's requests for fused heads as its MemoryConfig says.
 
     `settings` is called when a head is asked for: a trainer knows its arguments by then. `owner`
-    names the trainer in the log.
+    names the trainer in the log, and `layout` is that of its batches.
     """
 
-    def __init__(self, owner: str, settings: Callable[[], MemoryConfig]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        settings: Callable[[], MemoryConfig],
+        layout: BatchLayout | None = None,
+    ) -> None:
         self._owner = owner
         self._settings = settings
+        self._layout = layout
         self._reported = False
 
     def __call__(
@@ -67,7 +73,7 @@ class HeadFromConfig:
             self._report(reason)
         if reason is None:
             scratch = config.lm_head_scratch_bytes
-            _install(model, temperature, cast_lm_head_to_fp32, outputs, scratch)
+            _install(model, temperature, cast_lm_head_to_fp32, outputs, scratch, self._layout)
         else:
             stock(model, temperature, cast_lm_head_to_fp32, outputs)
 
@@ -107,6 +113,7 @@ def _install(
     cast_lm_head_to_fp32: bool,
     outputs: tuple[str, ...],
     scratch_bytes: int | None = None,
+    layout: BatchLayout | None = None,
 ) -> None:
     reference = _handles.pop(model, None)
     previous = None if reference is None else reference()
@@ -118,5 +125,6 @@ def _install(
         cast_lm_head_to_fp32=cast_lm_head_to_fp32,
         outputs=outputs,
         scratch_bytes=scratch_bytes,
+        layout=layout,
     )
     _handles[model] = ref(handle)

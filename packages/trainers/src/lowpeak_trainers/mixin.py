@@ -12,6 +12,8 @@ from .attention import choose_trainer_attention
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
 from .fused_forward import HeadFromConfig, report_no_head
+from .padding_free import PaddingFree
+from .padding_free_switch import hidden_from_trl, switch_padding_free
 from .seam import SEAMS, heads_from, trl_modules_of
 from .use_cache import KeepsUseCache
 
@@ -58,12 +60,18 @@ class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
                 f"{type(self).__name__} has no supported TRL trainer among its bases. Supported "
                 f"are the trainers of {', '.join((*SEAM_MODULES, REWARD_MODULE))}."
             )
-        installer = HeadFromConfig(type(self).__name__, self._memory_config)
-        with heads_from(installer, [name for name in modules if name in SEAMS]):
+        layout = PaddingFree()
+        installer = HeadFromConfig(type(self).__name__, self._memory_config, layout)
+        with (
+            heads_from(installer, [name for name in modules if name in SEAMS]),
+            hidden_from_trl(args, kwargs),
+        ):
             super().__init__(*args, **kwargs)
         if REWARD_MODULE in modules:
             report_no_head(type(self).__name__, self._memory_config())
-        choose_trainer_attention(self, self._memory_config())
+        choice = choose_trainer_attention(self, self._memory_config())
+        if any(name in SEAMS for name in modules):
+            switch_padding_free(layout, type(self).__name__, self.args, choice)
 
     def _memory_config(self) -> MemoryConfig:
         return self.args if isinstance(self.args, MemoryConfig) else MemoryConfig()

@@ -62,19 +62,32 @@ class PaddingFree:
     anything else per token or per image, where padding has a label, and where a label follows
     padding, from which it would have to be predicted.
 
-    Args:
-        multiple: the packed row is filled up to a multiple of this many tokens, the filling being
-            a document of its own without labels; None for no filling. A call for router logits is
-            never filled, since the load-balancing loss counts every token.
+    It starts switched off, and leaves every call as it is.
     """
 
-    def __init__(self, multiple: int | None = None) -> None:
+    def __init__(self) -> None:
+        self._on = False
+        self._multiple: int | None = None
+
+    def switch(self, on: bool, multiple: int | None = None) -> None:
+        """Switch packing on or off.
+
+        Args:
+            multiple: the packed row is filled up to a multiple of this many tokens, the filling
+                being a document of its own without labels; None for no filling. A call for router
+                logits is never filled, since the load-balancing loss counts every token.
+
+        Raises:
+            ValueError: for a `multiple` below 1.
+        """
         if multiple is not None and multiple < 1:
             raise ValueError(f"multiple={multiple}: pass a positive number of tokens or None")
-        self._multiple = multiple
+        self._on, self._multiple = on, multiple
 
     def __call__(self, arguments: dict[str, Any], labels: Tensor) -> PackedRow | None:
         """The call as one packed row, or None to leave it padded."""
+        if not self._on:
+            return None
         given = {name for name, value in arguments.items() if value is not None}
         mask = arguments.get("attention_mask")
         if mask is None or mask.dim() != 2 or "input_ids" not in given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lowpeak.config import MemoryConfig
@@ -59,12 +60,25 @@ REMEDIES = {
 }
 
 
+@dataclass
 class TrainerConfig(MemoryConfig):
     """What comes first in the bases of every config of lowpeak_trainers.
+
+    `padding_free` takes the place of TRL's option of that name, which SFT alone honours.
 
     Raises TypeError, naming what to write instead, for an option that older versions of TRL or
     transformers had and the config no longer has.
     """
+
+    padding_free: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute padded batches without their padding, as documents of one packed row; "
+            "losses and metrics stay the same. None does so where the model's attention keeps "
+            "documents apart without a mask ('lowpeak', flash attention). The environment variable "
+            "LOWPEAK_DISABLE=padding_free is the same as False."
+        },
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # The check is no __init__, since @dataclass gives each config, a user's too, one of its own

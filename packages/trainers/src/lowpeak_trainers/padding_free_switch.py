@@ -1,0 +1,73 @@
+"""Whether a trainer computes its batches without padding, and where TRL must not hear of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lowpeak.attention import AttentionChoice
+from lowpeak.config import DISABLE_VARIABLE, disabled_techniques
+
+from .padding_free import PaddingFree
+from .removed_options import TrainerConfig
+
+logger = logging.getLogger("lowpeak.trainers")
+
+# Packed rows cost these no mask of tokens by tokens.
+_WITHOUT_MASK = ("lowpeak", "flash")
+
+
+@contextmanager
+def hidden_from_trl(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While a trainer is built with these arguments, its config has no `padding_free`.
+
+    SFTTrainer would flatten its batches itself, and refuse max_length with it; DPOTrainer would
+    warn that it ignores the option.
+    """
+    configs = [x for x in (*args, *kwargs.values()) if isinstance(x, TrainerConfig)]
+    wanted = [config.padding_free for config in configs]
+    for config in configs:
+        config.padding_free = None
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, wanted, strict=True):
+            config.padding_free = value
+
+
+def switch_padding_free(
+    layout: PaddingFree, owner: str, args: Any, attention: AttentionChoice
+) -> None:
+    """Switch `layout` on if the trainer's `args` and its model's attention allow it; log why.
+
+    Raises:
+        ValueError: where padding_free=True was asked for and the attention lets the documents of a
+            packed row see each other.
+    """
+    flag = args.padding_free if isinstance(args, TrainerConfig) else None
+    refusal = _refusal(flag, attention)
+    if flag and refusal is not None and "padding_free" not in disabled_techniques():
+        raise ValueError(
+            f"padding_free=True does not serve {owner}: {refusal}. Set padding_free=None, which "
+            "pads where it must"
+        )
+    multiple = vars(args).get("pad_to_multiple_of")
+    layout.switch(refusal is None, multiple if isinstance(multiple, int) else None)
+    if refusal is None:
+        logger.info("padding-free: on in %s, with attention %r", owner, attention.name)
+    else:
+        logger.info("padding-free: off in %s, by %s", owner, refusal)
+
+
+def _refusal(flag: bool | None, attention: AttentionChoice) -> str | None:
+    if flag is False:
+        return "padding_free=False"
+    if "padding_free" in disabled_techniques():
+        return f"{DISABLE_VARIABLE}=padding_free"
+    if not attention.separates_documents:
+        return f"attention {attention.name!r} does not keep documents apart ({attention.reason})"
+    if flag is None and not any(name in attention.name for name in _WITHOUT_MASK):
+        return f"attention {attention.name!r}, which needs a mask of tokens by tokens for it"
+    return None
