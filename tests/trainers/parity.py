@@ -1,136 +1,41 @@
-"""Does a run with lowpeak follow the same run with stock TRL?
-
-A run is 5 optimizer steps; compared is every number that the trainer logs, but for times.
-Completions of online trainers are replayed from a record, so that both runs score the same tokens.
-"""
+"""What `lowpeak_bench.parity` runs and compares, for the tests."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import torch
 from transformers import Trainer
-from trl.trainer import utils as trl_utils
 
-import lowpeak.models
+from lowpeak_bench.parity.harness import (
+    STEPS,
+    TOLERANCE,
+    CompletionRecord,
+    assert_same_logs,
+    has_lowpeak_head,
+    logged,
+    script_completions,
+    settings,
+    train_both,
+)
 
-TOLERANCE = 1e-5
-STEPS = 5
-TIMES = ("runtime", "per_second", "step_time", "total_flos", "profiling/")
-
-
-def settings(folder: Path, **overrides: Any) -> dict[str, Any]:
-    """Arguments that make a run short, quiet, in float32 and logged at every step."""
-    return {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": not (torch.cuda.is_available() or torch.xpu.is_available()),
-        "dataloader_pin_memory": False,
-        **overrides,
-    }
-
-
-class CompletionRecord:
-    """Records what `model.generate` returns in one run and plays it back in another.
-
-    The random state after sampling belongs to the record: GRPO shuffles its micro-batches by it.
-    """
-
-    def __init__(self) -> None:
-        self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def record(self, trainer: Trainer) -> None:
-        """Remember every output of the trainer's model from now on."""
-        generate = trainer.model.generate
-
-        @functools.wraps(generate)
-        def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
-            output = generate(*args, **kwargs)
-            self._outputs.append((output.clone(), torch.get_rng_state()))
-            return output
-
-        trainer.model.generate = recording
-
-    def replay(self, trainer: Trainer) -> None:
-        """Let the trainer's model return the recorded outputs, and check that the prompts agree."""
-        remaining = iter(self._outputs)
-
-        @functools.wraps(trainer.model.generate)
-        def replaying(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            output, random_state = next(remaining)
-            torch.set_rng_state(random_state)
-            assert torch.equal(output[:, : input_ids.shape[1]], input_ids)
-            return output.clone()
-
-        trainer.model.generate = replaying
-
-
-def script_completions(trainer: Trainer, completions: list[list[int]], pad: int) -> None:
-    """Let the trainer's model "generate" these completions, the same ones at every call."""
-    width = max(len(ids) for ids in completions)
-    rows = torch.tensor([[*ids, *[pad] * (width - len(ids))] for ids in completions])
-
-    @functools.wraps(trainer.model.generate)
-    def generate(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return torch.cat([input_ids, rows.to(input_ids.device)], dim=1)
-
-    trainer.model.generate = generate
-
-
-def has_lowpeak_head(trainer: Trainer) -> bool:
-    """Whose output a fused call of the trainer's model returns: lowpeak's, or TRL's."""
-    ids = torch.tensor([[7, 8, 9]], device=trainer.model.device)
-    with torch.no_grad():
-        output = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
-    assert isinstance(output, lowpeak.models.FusedCausalLMOutput | trl_utils.FusedCausalLMOutput)
-    return isinstance(output, lowpeak.models.FusedCausalLMOutput)
-
-
-def logged(trainer: Trainer) -> list[dict[str, float]]:
-    """All that the trainer logged, but for times."""
-    return [
-        {key: value for key, value in entry.items() if not any(word in key for word in TIMES)}
-        for entry in trainer.state.log_history
-    ]
-
-
-def assert_same_logs(ours: Trainer, stock: Trainer, tolerance: float = TOLERANCE) -> None:
-    """|a - b| <= tolerance * max(1, |b|) for every logged number, and the same names logged."""
-    entries = list(zip(logged(ours), logged(stock), strict=True))
-    assert len(entries) > 1
-    for a, b in entries:
-        assert a.keys() == b.keys()
-        for name in b:
-            error = abs(a[name] - b[name]) / max(1.0, abs(b[name]))
-            assert error <= tolerance, f"{name} at step {b['step']}: {a[name]} and {b[name]}"
-            assert math.isfinite(b[name]), f"{name} is {b[name]} under stock TRL: nothing compared"
+__all__ = [
+    "STEPS",
+    "TOLERANCE",
+    "CompletionRecord",
+    "assert_parity",
+    "assert_same_logs",
+    "has_lowpeak_head",
+    "logged",
+    "script_completions",
+    "settings",
+]
 
 
 def assert_parity(
     stock: Callable[[], Trainer], ours: Callable[[], Trainer], *, online: bool = False
 ) -> tuple[Trainer, Trainer]:
     """Train both trainers, compare their logs, and return (stock, ours)."""
-    record = CompletionRecord()
-    stock_trainer = stock()
-    if online:
-        record.record(stock_trainer)
-    stock_trainer.train()
-    our_trainer = ours()
-    if online:
-        record.replay(our_trainer)
-    our_trainer.train()
+    stock_trainer, our_trainer = train_both(stock, ours, online=online)
     assert has_lowpeak_head(our_trainer)
     assert_same_logs(our_trainer, stock_trainer)
     return stock_trainer, our_trainer
