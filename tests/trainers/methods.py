@@ -13,8 +13,9 @@ from transformers import Trainer
 
 import lowpeak_trainers
 
-METHODS = ("SFT", "DPO", "GRPO")
-ONLINE = ("GRPO",)
+METHODS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
+ONLINE = ("GRPO", "RLOO")
+REFERENCED = ("DPO", "KTO")
 PACKAGES = {"trl": trl, "lowpeak": lowpeak_trainers}
 
 LENGTHS = [5, 17, 9, 30, 3, 12, 22, 7, 14, 26, 4, 11, 19, 8, 25, 6, 10, 16, 21, 13]
@@ -28,9 +29,11 @@ def reward(completion_ids, **kwargs):
 
 def options_of(method: str) -> dict[str, Any]:
     """What the config of `method` needs beyond `parity.settings`."""
-    if method in ONLINE:
-        return {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
-    return {}
+    if method not in ONLINE:
+        return {}
+    options = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
+    # otherwise it loads a reference model from the folder that the model's config names
+    return {**options, "beta": 0.0} if method == "RLOO" else options
 
 
 def keywords_of(method: str) -> dict[str, Any]:
@@ -39,6 +42,8 @@ def keywords_of(method: str) -> dict[str, Any]:
         return {"train_dataset": tiny.guessable_documents(LENGTHS)}
     if method == "DPO":
         return {"train_dataset": tiny.preferences(PAIRS)}
+    if method == "KTO":
+        return {"train_dataset": tiny.judged([pair[:2] for pair in PAIRS], [True, False, True] * 8)}
     return {"train_dataset": tiny.prompts(LENGTHS), "reward_funcs": reward}
 
 
@@ -53,10 +58,10 @@ def build(
 ) -> Trainer:
     """The trainer of `method` in `package`; `options` go to the config, `keywords` to the trainer.
 
-    DPO without adapters and without ref_model gets another reference model: with equal ones the
-    rewards are 0 but for rounding, and which of two is the larger says nothing.
+    DPO and KTO without adapters and without ref_model get another reference model: with equal ones
+    the rewards are 0 but for rounding, and which of two is the larger says nothing.
     """
-    if method == "DPO" and "peft_config" not in keywords and "ref_model" not in keywords:
+    if method in REFERENCED and "peft_config" not in keywords and "ref_model" not in keywords:
         keywords["ref_model"] = tiny.llama(seed=1)
     return getattr(package, f"{method}Trainer")(
         model=tiny.llama() if model is None else model,

@@ -20,7 +20,9 @@ import lowpeak_trainers
 
 each_method = pytest.mark.parametrize("method", methods.METHODS)
 ours = lowpeak_trainers
-CONFIGS = [getattr(ours, f"{method}Config") for method in methods.METHODS]
+CONFIGS = [
+    getattr(ours, f"{method}Config") for method in (*methods.METHODS, "Reward", "Distillation")
+]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 
 
