@@ -105,28 +105,28 @@ def compare_all(
     return gradients
 
 
-@pytest.mark.parametrize("columns", [1, 127, 1023, 1024, 1025, 2500])
+@pytest.mark.parametrize("columns", [1, 1023, 1024, 1025, 2500])
 def test_widths_around_a_block(columns: int, device: torch.device) -> None:
-    compare_all(head_tile(3, columns, device), head_tile(3, columns, device))
+    compare_all(head_tile(2, columns, device), head_tile(2, columns, device))
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("student_transformed", [False, True])
-@pytest.mark.parametrize("teacher_transformed", [False, True])
+@pytest.mark.parametrize(("out_dtype", "bias"), [
+    (torch.float32, None), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("transformed", [(0, 0), (1, 0), (0, 1), (1, 1)], ids=str)
 def test_options_of_each_head(
-    teacher_transformed: bool,
-    student_transformed: bool,
+    transformed: tuple[int, int],
     bias: torch.dtype | None,
     out_dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    tiles = [
-        head_tile(4, 70, device, bias=b, per_row=on, transform=EVERYTHING if on else IDENTITY)
-        for on, b in ((student_transformed, bias), (teacher_transformed, None))
-    ]
-    compare_all(*tiles, out_dtype)
-    compare_all(*reversed(tiles), out_dtype)
+    """A bias on the first head only, then on the second; a transform on either, both or none."""
+    for biases in [(None, None)] if bias is None else [(bias, None), (None, bias)]:
+        student, teacher = (
+            head_tile(2, 40, device, bias=b, per_row=bool(on), transform=(IDENTITY, EVERYTHING)[on])
+            for on, b in zip(transformed, biases, strict=True)
+        )
+        compare_all(student, teacher, out_dtype)
 
 
 @pytest.mark.parametrize("divergence", Divergence, ids=lambda d: d.name)
@@ -135,7 +135,7 @@ def test_several_tiles(divergence: Divergence, device: torch.device) -> None:
     tiles = []
     for columns, lift in ((64, 0.0), (33, 0.0), (1, 40.0), (1100, 80.0)):
         pair = [
-            head_tile(5, columns, device, bias=torch.float32, masked=slice(0 if lift else 64))
+            head_tile(3, columns, device, bias=torch.float32, masked=slice(0 if lift else 64))
             for _ in range(2)
         ]
         pair[0].logits.add_(lift)

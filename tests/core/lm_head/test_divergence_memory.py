@@ -19,11 +19,12 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["all", "frozen"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("beta", "frozen", "dtype"), [
+    (0.5, (), torch.bfloat16), (0.0, ("weight", "bias"), torch.bfloat16),
+    (1.0, (), torch.float32), (0.5, ("weight", "bias"), torch.float32),
+], ids=str)  # fmt: skip
 def test_peak_without_logits_and_without_wide_weight_gradient(
-    dtype: torch.dtype, frozen: tuple[str, ...], beta: float, device: torch.device
+    beta: float, frozen: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """N=512, V=4096: the logits of both heads are 16 MiB, allowed are 4 to 7 (all), 2 (frozen)."""
     pair = make_pair(512, 4096, beta, dtype, device, width=256, teacher_width=160, ignored=0.0)
@@ -63,8 +64,9 @@ def _fresh_dynamo() -> Iterator[None]:
 @pytest.mark.filterwarnings(
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
 )
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("row_selection", ["valid", "all"])
+@pytest.mark.parametrize(("row_selection", "beta"), [
+    ("valid", 0.0), ("valid", 0.5), ("all", 0.5), ("all", 1.0),
+])  # fmt: skip
 def test_fullgraph(row_selection: str, beta: float, device: torch.device) -> None:
     """Masked rows included: their number depends on the data, the graph must not break on it."""
 
@@ -83,7 +85,7 @@ def test_fullgraph(row_selection: str, beta: float, device: torch.device) -> Non
         return result.divergence + result.student_entropy
 
     compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
-    for rows, ignored in ((12, 0.3), (12, 0.6), (12, 1.1), (17, 0.3)):
+    for rows, ignored in ((12, 0.3), (12, 1.1), (17, 0.6)):
         pair = make_pair(rows, 60, beta, device=device, ignored=ignored, seed=rows)
         results = []
         for function in (compiled, head):

@@ -49,10 +49,10 @@ def fused_divergence(
 ) -> DivergenceOutput:
     """Per-token divergence between a student's and a teacher's head without either's logits.
 
-    With q the student's and p the teacher's softmax, and m = beta p + (1 - beta) q: KL(p || q) for
-    beta 0, KL(q || p) for beta 1, and beta KL(p || m) + (1 - beta) KL(q || m) between (generalised
-    Jensen-Shannon divergence, Agarwal et al. 2024, arXiv 2306.13649, as TRL's DistillationTrainer
-    computes it). The gradient flows into the student only.
+    With q the student's and p the teacher's softmax, and m = beta p + (1 - beta) q: `KL(p || q)`
+    for beta 0, `KL(q || p)` for beta 1, and `beta KL(p || m) + (1 - beta) KL(q || m)` between, the
+    generalised Jensen-Shannon divergence (Agarwal et al. 2024, arXiv 2306.13649; TRL's
+    DistillationTrainer). The gradient flows into the student only.
 
     The logits of both exist in tiles only, in float32. A KL divergence takes one pass over them, a
     mixture two; the backward recomputes them.

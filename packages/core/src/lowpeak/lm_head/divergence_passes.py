@@ -213,7 +213,7 @@ def run_divergence_backward(
     scale = upstream * (1 - pair.beta) if mixture else upstream
     power = None
     if student.compute_dtype == torch.float16 and student.hidden.size(0):
-        scale, power = _normalise(scale, results["mean"], student.slope)
+        scale, power = _normalise(scale, _logit_bound(pair, results["mean"]) * student.slope)
     gradients = HeadGradients(student, needs, power)
     if student.hidden.size(0) == 0:
         return gradients.zeros()
@@ -239,10 +239,18 @@ def run_divergence_backward(
     return gradients.finish()
 
 
-def _normalise(scale: Tensor, mean: Tensor, slope: float | Tensor) -> tuple[Tensor, Tensor]:
-    """`scale` divided by a power of two for float16 gradients of logits, and that power.
+def _logit_bound(pair: HeadPair, mean: Tensor) -> Tensor:
+    """A bound [N] of the gradient of a logit for an upstream gradient of 1.
 
-    |q_j (log q_j - log p_j)| <= KL(q || p) + 1, since its other terms are at least p_j - q_j each.
+    |q_j - p_j| <= 1; and |q_j (log q_j - log p_j)| <= KL(q || p) + 1, since the terms of the other
+    tokens are at least q - p each. The same holds for m in place of p.
     """
-    power = power_of_two((scale * slope * (2 * mean + 1)).abs().amax())
+    if pair.divergence == Divergence.FORWARD_KL:
+        return torch.ones_like(mean)
+    return 2 * mean + 1
+
+
+def _normalise(scale: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """`scale` divided by a power of two for float16 gradients of logits, and that power."""
+    power = power_of_two((scale * bound).abs().amax())
     return scale / power, power
