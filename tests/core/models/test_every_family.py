@@ -1,7 +1,15 @@
 """All causal language models of the installed transformers: none is silently another model."""
 
 import pytest
-from family_verdicts import NOT_BUILDABLE, REFUSED, RIGHT, check, families
+from family_verdicts import (
+    NOT_BUILDABLE,
+    REFUSED,
+    RIGHT,
+    check,
+    check_vision,
+    families,
+    vision_families,
+)
 
 # Much used ones that tiny_models.py does not have; all of them in the slow test.
 QUICK = (
@@ -24,7 +32,6 @@ QUICK = (
 NOT_BUILT = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant"}
 # Several heads (one a codebook), and logits that are not made of the hidden states.
 REFUSED_FAMILIES = {"musicgen", "musicgen_melody", "prophetnet"}
-
 pytestmark = [
     # what the constructors and forwards of families say about configurations this small
     pytest.mark.filterwarnings("ignore"),
@@ -47,3 +54,12 @@ def test_no_family_is_silently_different(family: str) -> None:
         pytest.skip(verdict.reason)
     if verdict.result == REFUSED:
         assert family in REFUSED_FAMILIES, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", vision_families())
+def test_no_vision_family_is_silently_different(family: str) -> None:
+    verdict = check_vision(family)
+    if verdict.result == NOT_BUILDABLE:
+        pytest.skip(verdict.reason)
+    assert verdict.result != REFUSED, verdict

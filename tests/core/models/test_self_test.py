@@ -10,7 +10,7 @@ import torch
 from test_families import assert_same_gradients, gradients, own_scores
 from tiny_models import tiny_model, token_batch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaPreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from lowpeak.models import install_fused_forward, reduce_memory
@@ -150,7 +150,7 @@ def test_a_factor_that_is_still_one_is_trained(mode: Any, caplog: pytest.LogCapt
     install_fused_forward(model)
     with mode(), caplog.at_level(logging.INFO, "lowpeak.models"):  # the self-test runs here
         model(**batch, fused_lm_head=True)
-    assert "not all it trains: factor" in caplog.text
+    assert "it has more to train: factor" in caplog.text
     fused, own = model(**batch, fused_lm_head=True), own_scores(model, batch)
     found = gradients(model, fused.loss)
     assert_same_gradients(found, gradients(model, own["loss"]))
@@ -175,6 +175,34 @@ def test_logits_of_more_than_the_hidden_states_are_refused() -> None:
     install_fused_forward(model)
     with pytest.raises(ValueError, match=r"neither do its own modules .*TypeError"):
         model(**token_batch(), fused_lm_head=True)
+
+
+class LlamaInside(LlamaPreTrainedModel):
+    """Embeddings and head in one child, as in Llama4ForConditionalGeneration."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.language_model = LlamaForCausalLM(config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.get_output_embeddings()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.language_model(*args, **kwargs)
+
+
+def test_a_head_in_the_child_with_the_embeddings_is_refused() -> None:
+    model = LlamaInside(tiny_model("llama").config).to(tiny_models.DEVICE)
+    install_fused_forward(model)
+    with pytest.raises(ValueError, match="pass the language model inside it"):
+        model(**token_batch(), fused_lm_head=True)
+    model = model.language_model
+    install_fused_forward(model)
+    fused, own = model(**token_batch(), fused_lm_head=True), own_scores(model, token_batch())
+    torch.testing.assert_close(fused.loss, own["loss"], check_dtype=False, rtol=1e-5, atol=1e-5)
 
 
 def test_several_heads_are_refused() -> None:

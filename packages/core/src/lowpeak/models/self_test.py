@@ -49,12 +49,14 @@ class Route:
         transform: of `fused_lm_head`; None for the model's own modules, tile by tile.
         own_head: those modules.
         declared: the transform the config declared when the test ran.
+        reason: why this way.
     """
 
     backbone_name: str
     transform: LogitTransform | None
     own_head: OwnHead
     declared: LogitTransform
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,8 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
     own_head = OwnHead(model, forward, name, output_class)
     transform, reason = _matching_transform(recording.trials, own, tolerance)
     other_names = _difference(model, own_parameters, recording.head_parameters)
-    if transform is not None and other_names:
-        transform, reason = (
-            None,
-            f"weight and bias of its head are not all it trains: {other_names}",
-        )
+    if recording.trials and other_names:
+        transform, reason = None, f"behind its backbone it has more to train: {other_names}"
     if transform is None:
         with undisturbed(model):
             _require_own_head(model, own_head, hidden, own, tolerance, reason)
@@ -126,7 +125,7 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
         else "off, the model's own head runs on a tile of tokens at a time",
         reason,
     )
-    return Route(name, transform, own_head, declared)
+    return Route(name, transform, own_head, declared, reason)
 
 
 def _require_own_head(
