@@ -21,7 +21,7 @@ from attention_oracle import (
 )
 from lm_head_memory import measure
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 from lowpeak.attention import forward, pattern, register_attention
 from lowpeak.attention.kernels import document_attention
@@ -65,13 +65,12 @@ def dense_masks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_row_is_its_documents(
-    name: str, lengths: list[int], dtype: torch.dtype, device: torch.device
-) -> None:
-    eager = tiny(name, "eager", device).to(dtype)
+def test_packed_row_is_its_documents(name: str, lengths: list[int], device: torch.device) -> None:
+    eager = tiny(name, "eager", device)
+    if name not in ("mixtral", "deepseek_v3"):  # the products of experts have no float64
+        eager = eager.double()
     lowpeak = twin(eager, "lowpeak")
     parts = documents(lengths, device)
     wanted = alone(eager, parts)
@@ -80,7 +79,6 @@ def test_packed_row_is_its_documents(
         row = packed_row(parts, marks=marks)
         assert_near(lowpeak(**row).logits, wanted, TOLERANCE)
         found = gradients(lowpeak, lambda row=row: weighted(lowpeak(**row).logits))
-        # a row of experts that no token goes to has no gradient in one layout, zeros in the other
         assert_same_gradients(found, wanted_gradients, 5 * TOLERANCE)
 
 
@@ -174,9 +172,10 @@ def test_steps_with_a_cache_are_those_of_the_whole_row(device: torch.device) -> 
         name = "cache" if "cache" in first else "past_key_values"
         rest = model(input_ids=ids[:, 13:], **{name: first[name]})
     assert_near(torch.cat([first.logits, rest.logits], dim=1), whole, TOLERANCE)
-    assert StaticCache is not None
 
 
+# transformers 5.24 renamed the method, 5.17 has not the new one
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant: bool, device: torch.device) -> None:
     model = tiny("gemma3_window_4", "lowpeak", device).train()
@@ -199,6 +198,8 @@ def test_autocast_is_that_of_sdpa(device: torch.device) -> None:
     assert_near(found, wanted, 8 * torch.finfo(torch.bfloat16).eps)
 
 
+# dynamo looks at every tensor it is given
+@pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor.*:UserWarning")
 @pytest.mark.parametrize("marks", [True, False])
 def test_compiled_layers_and_models(marks: bool, device: torch.device) -> None:
     model = tiny("gemma3_window_4", "lowpeak", device)
