@@ -32,8 +32,8 @@ def build(class_name: str, config_name: str, **overrides: Any) -> PreTrainedMode
 
 # Family: class, configuration, what is set, the reason given
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "sinks": ("GptOssForCausalLM", "GptOssConfig", {}, "no sdpa for it"),
-    "soft cap": ("Gemma2ForCausalLM", "Gemma2Config", {"attn_logit_softcapping": 50.0}, "no sdpa"),
+    "sinks": ("GptOssForCausalLM", "GptOssConfig", {}, "has sinks"),
+    "soft cap": ("Gemma2ForCausalLM", "Gemma2Config", {"attn_logit_softcapping": 50.0}, "soft cap"),
     "chunks": ("Llama4ForCausalLM", "Llama4TextConfig", {}, "attention is chunked"),
     "wide heads": ("LlamaForCausalLM", "LlamaConfig", {"head_dim": 264}, "head_dim=264"),
     "dropout": ("GPT2LMHeadModel", "GPT2Config", {"attn_pdrop": 0.1}, "attn_pdrop=0.1"),
@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"layer_types": ["conv", "full_attention"]},
         "type conv",
     ),
-    "recurrence": ("MambaForCausalLM", "MambaConfig", {}, "no sdpa for it"),
+    "recurrence": ("MambaForCausalLM", "MambaConfig", {}, "type linear_attention"),
     "own layers": ("FalconForCausalLM", "FalconConfig", {}, "AttentionInterface"),
     "own positions": ("OPTForCausalLM", "OPTConfig", {}, "changes by"),
     "rotary of the row": (

@@ -53,7 +53,7 @@ def choose_attention(model: Any) -> AttentionChoice:
         if reason is None:
             return AttentionChoice(NAME, "packed documents come out as each alone", True)
     elif current == "eager" and not model._supports_sdpa:
-        reason = "transformers has no sdpa for it"
+        reason = config_reason(model) or "transformers has no sdpa for it"
     else:
         return AttentionChoice(current, f"{current!r} is what the model came with", True)
     if not _weights_are_here(model):

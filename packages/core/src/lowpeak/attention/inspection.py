@@ -25,6 +25,8 @@ def config_reason(model: Any) -> str | None:
         return "it takes more than text, and images may be seen in both directions"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder model"
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "its attention has sinks"
     for name, reason in _REFUSED.items():
         if getattr(config, name, None):
             return f"{reason} ({name}={getattr(config, name)})"

@@ -1,0 +1,145 @@
+"""The trainers choose the attention where their user named none; packed rows stay apart."""
+
+from __future__ import annotations
+
+import logging
+
+import methods
+import oracle
+import parity
+import pytest
+import tiny
+import torch
+import transformers
+import trl
+
+import lowpeak_trainers
+
+LENGTHS = [3, 30, 7, 12]
+PACKED = {"packing": True, "max_length": 33}
+PADDING_FREE = {"padding_free": True, "max_length": None}
+
+
+def gemma3():
+    """Two layers, the first with a window of 4 tokens, weights as `tiny.llama()` has them."""
+    torch.manual_seed(0)
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            pad_token_id=tiny.PAD,
+            bos_token_id=tiny.BOS,
+            eos_token_id=tiny.EOS,
+        )
+    )
+
+
+def build(folder, library=lowpeak_trainers, *, model=None, callbacks=None, **options):
+    """SFTTrainer of `library` over four documents; keywords go to the config."""
+    return library.SFTTrainer(
+        model=model or tiny.llama(),
+        args=library.SFTConfig(
+            **parity.settings(folder, **{"max_steps": 1, "max_grad_norm": 1e9, **options})
+        ),
+        train_dataset=tiny.documents(LENGTHS),
+        processing_class=tiny.tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def attention_of(trainer):
+    """The implementation that the trainer's model has."""
+    return trainer.accelerator.unwrap_model(trainer.model).config._attn_implementation
+
+
+@pytest.mark.parametrize("layout", [{}, PACKED, PADDING_FREE], ids=["padded", "packed", "free"])
+@pytest.mark.parametrize("make", [tiny.llama, gemma3])
+def test_c4_documents_as_each_alone(make, layout, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak")
+    record = oracle.GradientRecord()
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **layout}
+    if layout == PACKED:
+        options["gradient_accumulation_steps"] = 1
+    trainer = build(tmp_path, model=make(), callbacks=[record], **options)
+    assert attention_of(trainer) == "lowpeak"
+    assert "attention lowpeak: packed documents come out as each alone" in caplog.text
+    trainer.train()
+    model = oracle.in_float64(make())
+    ids = tiny.documents(LENGTHS)["input_ids"]
+    loss = -sum(oracle.log_probs(model, row).sum() for row in ids) / (sum(LENGTHS) - len(LENGTHS))
+    loss.backward()
+    oracle.assert_close(trainer.state.log_history[0]["loss"], loss.item())
+    oracle.assert_same_gradients(record.steps[0], oracle.gradients(model))
+
+
+@pytest.mark.parametrize("layout", [PACKED, PADDING_FREE], ids=["packed", "free"])
+def test_follows_trl(layout, tmp_path):
+    options = {"max_steps": 3, **layout}
+    stock = build(tmp_path, trl, model=gemma3(), **options)
+    ours = build(tmp_path, model=gemma3(), **options)
+    assert (attention_of(stock), attention_of(ours)) == ("sdpa", "lowpeak")
+    stock.train()
+    ours.train()
+    parity.assert_same_logs(ours, stock)
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_trainer_and_its_reference(method, tmp_path):
+    trainer = methods.build(lowpeak_trainers, method, tmp_path)
+    assert attention_of(trainer) == "lowpeak"
+    reference = vars(trainer).get("ref_model")
+    if reference is not None:
+        assert trainer.accelerator.unwrap_model(reference).config._attn_implementation == "lowpeak"
+
+
+def test_named_attention_is_honoured(tmp_path):
+    folder = tiny.save(tiny.llama(), tmp_path / "model")
+    for given, wanted in (
+        ({}, "lowpeak"),
+        ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, "sdpa"),
+        ({"model_init_kwargs": {"attn_implementation": "lowpeak"}}, "lowpeak"),
+        ({"attention": "eager"}, "eager"),
+        ({"attention": "off"}, "sdpa"),
+    ):
+        assert attention_of(build(tmp_path, model=folder, **given)) == wanted
+    eager = tiny.llama()
+    eager.set_attn_implementation("eager")
+    assert attention_of(build(tmp_path, model=eager)) == "eager"
+
+
+def test_switched_off_by_the_environment(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak")
+    monkeypatch.setenv("LOWPEAK_DISABLE", "attention")
+    assert attention_of(build(tmp_path)) == "sdpa"
+    assert "attention: left as it is in SFTTrainer, by LOWPEAK_DISABLE=attention" in caplog.text
+
+
+def test_packing_that_leaks_is_said(tmp_path, caplog):
+    config = transformers.OPTConfig(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+        dropout=0.0,
+        pad_token_id=tiny.PAD,
+    )
+    torch.manual_seed(0)
+    build(tmp_path, model=transformers.OPTForCausalLM(config), **PACKED)
+    assert (
+        "the documents of a packed row are not kept apart in SFTTrainer: a document" in caplog.text
+    )
+    caplog.clear()
+    build(tmp_path, model=transformers.OPTForCausalLM(config))
+    assert "not kept apart" not in caplog.text
