@@ -34,7 +34,7 @@ def choose_trainer_attention(trainer: Any, config: MemoryConfig) -> AttentionCho
         use_attention(trainer.accelerator.unwrap_model(reference), name)
     if not choice.separates_documents and vars(trainer).get("padding_free"):
         logger.warning(
-            "the documents of a packed row are not kept apart in %s: %s. Train without packing and "
+            "the documents of a packed row may see each other in %s: %s. Train without packing and "
             "padding_free",
             type(trainer).__name__,
             choice.reason,

@@ -28,8 +28,9 @@ class AttentionChoice:
     Args:
         name: "lowpeak", or the implementation that the model has already.
         reason: why, for the log.
-        separates_documents: whether a packed row gives what each of its documents gives alone:
-            tested, but for an attention that the user named, of which it is taken for granted.
+        separates_documents: whether a packed row is known to give what each of its documents gives
+            alone: tested for "lowpeak", taken for granted of what the user named. A model that is
+            refused may keep short documents apart and fail on long ones (sparse attention does).
     """
 
     name: str
@@ -43,9 +44,8 @@ def choose_attention(model: Any) -> AttentionChoice:
     It is "lowpeak" for a model with transformers' default, sdpa, if its config rules nothing out
     and a self-test shows that two short documents in one row come out as each alone. Otherwise it
     stays what it is: named by the user, or the only one the model has. The test runs four forwards
-    over a few tokens, eight where "lowpeak" is refused, and leaves no trace. Where weights are
-    elsewhere (meta device, ZeRO-3) it is left out, and a model is served if transformers vouches
-    for its packed rows.
+    over a few tokens and leaves no trace. Where weights are elsewhere (meta device, ZeRO-3) it is
+    left out, and a model is served if transformers vouches for its packed rows.
     """
     current = model.config._attn_implementation
     if current == _DEFAULT:
@@ -56,12 +56,7 @@ def choose_attention(model: Any) -> AttentionChoice:
         reason = config_reason(model) or "transformers has no sdpa for it"
     else:
         return AttentionChoice(current, f"{current!r} is what the model came with", True)
-    if not _weights_are_here(model):
-        return AttentionChoice(current, reason, False)
-    leak = packing_reason(model, current)
-    if leak is None or leak == reason:
-        return AttentionChoice(current, reason, leak is None)
-    return AttentionChoice(current, f"{reason}; with {current!r}, {leak}", False)
+    return AttentionChoice(current, reason, False)
 
 
 def why_unsupported(model: Any) -> str | None:

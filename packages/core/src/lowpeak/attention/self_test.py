@@ -42,10 +42,10 @@ def packing_reason(model: Any, attention: str) -> str | None:
     `model` is a `PreTrainedModel` whose weights are here, `attention` a name known to transformers.
     """
     register_attention()
-    first, other, second = _documents(model)
     backbone = model.base_model
     with undisturbed(model):
         try:
+            first, other, second = _documents(model)
             alone = [_hidden(backbone, ids) for ids in (first, second)]
         except Exception as error:
             return f"its forward does not take token ids alone ({type(error).__name__}: {error})"
@@ -62,7 +62,7 @@ def packing_reason(model: Any, attention: str) -> str | None:
 
 def _rounding(model: Any) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1}
-    kind = model.get_input_embeddings().weight.device.type
+    kind = model.device.type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
     return max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -71,7 +71,7 @@ def _rounding(model: Any) -> float:
 def _documents(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Ids [1, n] of a first document, of another first one, and of a second."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.config.vocab_size
     config = model.config  # not every config has all three
     special: set[int | None] = set()
     for name in ("pad", "bos", "eos"):
@@ -82,7 +82,7 @@ def _documents(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     chosen = torch.randint(len(plain), (count,), generator=generator)
     tokens = torch.tensor(plain)[chosen].unsqueeze(0)
     tokens[:, _FIRST : 2 * _FIRST] = tokens[:, :_FIRST].roll(1, dims=1)
-    tokens = tokens.to(model.get_input_embeddings().weight.device)
+    tokens = tokens.to(model.device)
     return tokens[:, :_FIRST], tokens[:, _FIRST : 2 * _FIRST], tokens[:, 2 * _FIRST :]
 
 
