@@ -209,6 +209,24 @@ def test_varlen_equals_dense(
 
 
 @pytest.mark.cuda
+def test_documents_are_read_once_a_step(device: torch.device) -> None:
+    lengths = [30, 10]
+    ends = ends_of(lengths, device)
+    inputs = heads(40, dtype=torch.float32, device=device)
+    blockwise_attention(*inputs, ends, window=4, scale=SCALE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = blockwise_attention(*inputs, ends, window=4, scale=SCALE)
+        torch.autograd.grad(output.sum(), inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    ends[1] += 1  # in place: what was read is stale
+    found = blockwise_attention(*inputs, ends, window=4, scale=SCALE)
+    wanted = dense_attention(*(x.double() for x in inputs), [31, 9], 4, SCALE)
+    assert_near(found, wanted, 1e-5)
+
+
+@pytest.mark.cuda
 def test_what_varlen_cannot_take_goes_by_blocks(device: torch.device) -> None:
     for widths, dtype in (
         ((12, 12), torch.bfloat16),

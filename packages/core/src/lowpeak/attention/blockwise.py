@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # Scores that live at a time: 4 MiB in float32, twice that in the backward.
 _SCRATCH_ELEMENTS = 1 << 20
@@ -24,6 +25,10 @@ _SHORTEST_WINDOW_BLOCK = 128
 _SHORTEST_BLOCK = 16
 
 Rows = slice | Tensor
+
+# Ends of documents on the host, with the version of the tensor they were read from: one read serves
+# all layers of a step, forward and backward.
+_on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def blockwise_attention(
@@ -101,7 +106,7 @@ class _Part:
 
 def _parts(cu_seq_lens: Tensor, tokens: int, heads: int, window: int) -> Iterator[_Part]:
     """Documents grouped by length; as many at a time as the scratch memory allows."""
-    ends = cu_seq_lens.tolist()
+    ends = _ends(cu_seq_lens)
     if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
         raise ValueError(
             f"cu_seq_lens goes from {ends[0]} to {ends[-1]} over {tokens} tokens: it must hold 0, "
@@ -120,9 +125,18 @@ def _parts(cu_seq_lens: Tensor, tokens: int, heads: int, window: int) -> Iterato
             yield _Part(_rows(chosen, length, cu_seq_lens.device), len(chosen), length, block)
 
 
+def _ends(cu_seq_lens: Tensor) -> list[int]:
+    if cu_seq_lens.device.type == "cpu" or cu_seq_lens.is_inference():  # those have no version
+        return list(cu_seq_lens.tolist())
+    version, ends = _on_host.get(cu_seq_lens, (-1, []))  # type: ignore[no-untyped-call]
+    if version != cu_seq_lens._version:
+        ends = cu_seq_lens.tolist()
+        _on_host[cu_seq_lens] = (cu_seq_lens._version, ends)
+    return list(ends)
+
+
 def _block_size(length: int, heads: int, window: int) -> int:
-    longest = max(window, _SHORTEST_WINDOW_BLOCK) if window else _LONGEST_BLOCK
-    block = min(length, longest, _LONGEST_BLOCK if not window else longest)
+    block = min(length, max(window, _SHORTEST_WINDOW_BLOCK) if window else _LONGEST_BLOCK)
     while block > _SHORTEST_BLOCK:
         keys = min(length, block + window - 1 if window else length)
         if heads * block * keys <= _SCRATCH_ELEMENTS:
