@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import parity
+import pytest
 import tiny
 import trl
 from transformers import Trainer
@@ -16,6 +17,11 @@ import lowpeak_trainers
 METHODS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
 ONLINE = ("GRPO", "RLOO")
 REFERENCED = ("DPO", "KTO")
+# For long tests: KTO takes the way of DPO through lowpeak, and RLOO that of GRPO.
+FAST_METHODS = [
+    pytest.param(method, marks=pytest.mark.slow if method in ("KTO", "RLOO") else ())
+    for method in METHODS
+]
 PACKAGES = {"trl": trl, "lowpeak": lowpeak_trainers}
 
 LENGTHS = [5, 17, 9, 30, 3, 12, 22, 7, 14, 26, 4, 11, 19, 8, 25, 6, 10, 16, 21, 13]

@@ -30,7 +30,11 @@ ADAPTERS = {
     "prompt_tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
 MERGEABLE = [name for name in ADAPTERS if name != "prompt_tuning"]
-OFFLINE = [method for method in methods.METHODS if method not in methods.ONLINE]
+OFFLINE = [
+    pytest.param(method, marks=pytest.mark.slow if method == "KTO" else ())
+    for method in methods.METHODS
+    if method not in methods.ONLINE
+]
 
 
 def model_for(adapter):

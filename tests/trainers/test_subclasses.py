@@ -11,7 +11,6 @@ import torch
 import trl
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-import lowpeak
 import lowpeak_trainers
 from lowpeak.config import TECHNIQUES
 
@@ -173,13 +172,13 @@ def test_callback_may_stop_the_training(tmp_path):
 
 def test_trainers_built_together_and_trained_in_turn(tmp_path):
     """SFT, DPO and GRPO of both packages in one process: none disturbs another."""
-    record = parity.CompletionRecord()
     trainers = {
         (name, method): methods.build(package, method, tmp_path)
         for method in methods.METHODS
         for name, package in methods.PACKAGES.items()
     }
     for method in methods.ONLINE:
+        record = parity.CompletionRecord()
         record.record(trainers["trl", method])
         record.replay(trainers["lowpeak", method])
     for (_, method), trainer in reversed(trainers.items()):
@@ -202,47 +201,66 @@ def test_trainers_built_together_and_trained_in_turn(tmp_path):
         )
 
 
-# The field of MemoryConfig that switches a technique off, and its value then.
-SWITCHES = {"head": ("fused_lm_head", False), "attention": ("attention", "off")}
+# The option that switches a technique off and its value then, and what cannot work without it:
+# padding-free rows need an attention that keeps documents apart, and are packed by the fused call.
+SWITCHES = {
+    "head": ("fused_lm_head", False, {"head", "padding_free"}),
+    "attention": ("attention", "off", {"attention", "padding_free"}),
+    "padding_free": ("padding_free", False, {"padding_free"}),
+}
+ALONE_AND_ALL = [*([name] for name in SWITCHES), list(SWITCHES)]
 
 
 def in_use(trainer):
-    """The techniques that a trainer's model uses."""
+    """The techniques that a trainer's model uses for a padded batch."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
     found = {"head"} if parity.has_lowpeak_head(trainer) else set()
-    if trainer.model.config._attn_implementation == "lowpeak":
+    if model.config._attn_implementation == "lowpeak":
         found.add("attention")
-    return found
+    seen = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    ids = torch.tensor([[7, 8, 9, 0], [7, 8, 9, 10]], device=model.device)
+    mask = (ids != 0).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    hook.remove()
+    return found | ({"padding_free"} if seen[-1].get("cu_seq_lens_q") is not None else set())
 
 
 def test_every_technique_has_its_switch():
     assert SWITCHES.keys() == set(TECHNIQUES)
-    fields = lowpeak.MemoryConfig.__dataclass_fields__
-    assert all(name in fields for name, _ in SWITCHES.values())
+    fields = lowpeak_trainers.SFTConfig.__dataclass_fields__
+    assert all(name in fields for name, _, _ in SWITCHES.values())
 
 
-@pytest.mark.parametrize("by", ["flag", "environment"])
-@pytest.mark.parametrize(
-    "techniques", [["head"], ["attention"], ["head", "attention"]], ids="+".join
-)
-@pytest.mark.parametrize("method", methods.METHODS)
-def test_run_without_some_techniques_is_that_of_trl(method, techniques, by, tmp_path, monkeypatch):
-    options = {"max_steps": 2}
-    stock = methods.build(trl, method, tmp_path, options=options)
-    everything = in_use(methods.build(lowpeak_trainers, method, tmp_path, options=options))
-    if by == "environment":
-        monkeypatch.setenv("LOWPEAK_DISABLE", ",".join(techniques))
-    else:
-        options |= dict(SWITCHES[technique] for technique in techniques)
-    ours = methods.build(lowpeak_trainers, method, tmp_path, options=options)
+def run_without(method, techniques, folder, options):
+    """Two steps without `techniques`, by `options` or the environment, beside two of stock TRL."""
+    stock = methods.build(trl, method, folder, options={"max_steps": 2})
+    ours = methods.build(lowpeak_trainers, method, folder, options={"max_steps": 2, **options})
     if method in methods.ONLINE:
         record = parity.CompletionRecord()
         record.record(stock)
         record.replay(ours)
     stock.train()
     ours.train()
-    assert everything == set(TECHNIQUES)
-    assert in_use(ours) == everything - set(techniques)
+    gone = set().union(*(SWITCHES[technique][2] for technique in techniques))
+    assert in_use(ours) == set(TECHNIQUES) - gone
     parity.assert_same_logs(ours, stock)
+
+
+@pytest.mark.parametrize("techniques", [[], *ALONE_AND_ALL], ids="+".join)
+@pytest.mark.parametrize("method", methods.FAST_METHODS)
+def test_run_without_techniques_is_that_of_trl(method, techniques, tmp_path):
+    run_without(method, techniques, tmp_path, dict(SWITCHES[name][:2] for name in techniques))
+
+
+@pytest.mark.parametrize("techniques", ALONE_AND_ALL, ids="+".join)
+def test_environment_has_the_last_word(techniques, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWPEAK_DISABLE", ",".join(techniques))
+    run_without("SFT", techniques, tmp_path, {"fused_lm_head": True})
 
 
 def test_unknown_technique_is_refused(tmp_path, monkeypatch):
