@@ -152,7 +152,7 @@ def lm_head_fold_kernel(
     target = tl.load(targets_ptr + row) - start
     if ROW_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    inverse_temperature = 1.0 / temperature
+    inverse_temperature = tl.div_rn(1.0, temperature)
 
     if (target >= 0) & (target < width):
         x = tl.load(tile_ptr + target).to(tl.float32)

@@ -145,7 +145,7 @@ def lm_head_gradient_kernel(
     target = tl.load(targets_ptr + row) - start
     if ROW_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    inverse_temperature = 1.0 / temperature
+    inverse_temperature = tl.div_rn(1.0, temperature)
 
     x = tl.load(tile_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
