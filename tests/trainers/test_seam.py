@@ -176,11 +176,29 @@ def test_switched_off_by_the_environment_and_by_name(tmp_path, monkeypatch, capl
     monkeypatch.setenv("LOWPEAK_DISABLE", "head")
     assert not parity.has_lowpeak_head(sft(lowpeak_trainers.SFTTrainer, tmp_path))
     lines = [r.getMessage() for r in caplog.records if r.name == "lowpeak.trainers"]
+    by = ("fused_lm_head=False", "LOWPEAK_DISABLE=head")
+    padded = (
+        "padding-free: off in SFTTrainer, by {}, since TRL's own head takes padded batches only"
+    )
     assert lines == [
         "fused LM head: on in SFTTrainer",
-        "fused LM head: off in SFTTrainer, by fused_lm_head=False; TRL's own is used",
-        "fused LM head: off in SFTTrainer, by LOWPEAK_DISABLE=head; TRL's own is used",
+        "padding-free: on in SFTTrainer, with attention 'lowpeak'",
+        f"fused LM head: off in SFTTrainer, by {by[0]}; TRL's own is used",
+        padded.format(by[0]),
+        f"fused LM head: off in SFTTrainer, by {by[1]}; TRL's own is used",
+        padded.format(by[1]),
     ]
+
+
+def test_padding_free_is_refused_where_it_would_be_ignored(tmp_path):
+    with pytest.raises(ValueError, match="padding_free=True does not serve SFTTrainer"):
+        sft(lowpeak_trainers.SFTTrainer, tmp_path, padding_free=True, fused_lm_head=False)
+
+
+def test_padding_free_is_off_where_it_needs_a_mask(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    sft(lowpeak_trainers.SFTTrainer, tmp_path, attention="sdpa")
+    assert "padding-free: off in SFTTrainer, by attention 'sdpa'" in caplog.text
 
 
 def test_plain_config_of_trl_means_the_defaults(tmp_path):

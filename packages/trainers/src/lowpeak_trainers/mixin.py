@@ -11,7 +11,7 @@ from lowpeak.config import MemoryConfig
 from .attention import choose_trainer_attention
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
-from .fused_forward import HeadFromConfig, report_no_head
+from .fused_forward import HeadFromConfig, report_no_head, why_head_is_off
 from .padding_free import PaddingFree
 from .padding_free_switch import hidden_from_trl, switch_padding_free
 from .seam import SEAMS, heads_from, trl_modules_of
@@ -71,7 +71,8 @@ class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
             report_no_head(type(self).__name__, self._memory_config())
         choice = choose_trainer_attention(self, self._memory_config())
         if any(name in SEAMS for name in modules):
-            switch_padding_free(layout, type(self).__name__, self.args, choice)
+            head_off = why_head_is_off(self._memory_config())
+            switch_padding_free(layout, type(self).__name__, self.args, choice, head_off)
 
     def _memory_config(self) -> MemoryConfig:
         return self.args if isinstance(self.args, MemoryConfig) else MemoryConfig()

@@ -38,16 +38,18 @@ def hidden_from_trl(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def switch_padding_free(
-    layout: PaddingFree, owner: str, args: Any, attention: AttentionChoice
+    layout: PaddingFree, owner: str, args: Any, attention: AttentionChoice, head_off: str | None
 ) -> None:
     """Switch `layout` on if the trainer's `args` and its model's attention allow it; log why.
 
+    `head_off` is what switched lowpeak's fused head off, whose forward takes the packed row.
+
     Raises:
-        ValueError: where padding_free=True was asked for and the attention lets the documents of a
-            packed row see each other.
+        ValueError: where padding_free=True was asked for, and the fused head is off or the
+            attention lets the documents of a packed row see each other.
     """
     flag = args.padding_free if isinstance(args, TrainerConfig) else None
-    refusal = _refusal(flag, attention)
+    refusal = _refusal(flag, attention, head_off)
     if flag and refusal is not None and "padding_free" not in disabled_techniques():
         raise ValueError(
             f"padding_free=True does not serve {owner}: {refusal}. Set padding_free=None, which "
@@ -61,11 +63,13 @@ def switch_padding_free(
         logger.info("padding-free: off in %s, by %s", owner, refusal)
 
 
-def _refusal(flag: bool | None, attention: AttentionChoice) -> str | None:
+def _refusal(flag: bool | None, attention: AttentionChoice, head_off: str | None) -> str | None:
     if flag is False:
         return "padding_free=False"
     if "padding_free" in disabled_techniques():
         return f"{DISABLE_VARIABLE}=padding_free"
+    if head_off is not None:
+        return f"{head_off}, since TRL's own head takes padded batches only"
     if not attention.separates_documents:
         return f"attention {attention.name!r} does not keep documents apart ({attention.reason})"
     if flag is None and not any(name in attention.name for name in _WITHOUT_MASK):
