@@ -6,6 +6,7 @@ import pytest
 import torch
 from divergence_checks import BETAS, assert_exact, make_pair, run, upstream_for
 from lm_head_checks import Transform, error, largest
+from sync_debug import synchronisations
 
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
 
@@ -91,13 +92,8 @@ def test_rows_synchronise_once_or_never(device: torch.device) -> None:
     run(pair, upstream)
     run(pair, upstream, row_selection="all")
     torch.cuda.synchronize()
-    mask, debug = pair.mask, torch.cuda.set_sync_debug_mode
-    debug("error")
-    try:
-        run(pair, upstream, row_selection="all", mask=mask)
-        debug("warn")
-        with pytest.warns(UserWarning, match="synchroniz") as caught:
-            run(pair, upstream, mask=mask)
-    finally:
-        debug("default")
+    with synchronisations("error"):
+        run(pair, upstream, row_selection="all", mask=pair.mask)
+    with pytest.warns(UserWarning, match="synchroniz") as caught, synchronisations("warn"):
+        run(pair, upstream, mask=pair.mask)
     assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1

@@ -1,9 +1,6 @@
 """What only a GPU shows: 64-bit offsets, wide grids, CUDA graphs, synchronisations, streams."""
 
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from lm_head_checks import (
     upstream_for,
 )
 from lm_head_oracle import evaluate
+from sync_debug import synchronisations
 
 pytestmark = pytest.mark.cuda
 
@@ -29,25 +27,6 @@ pytestmark = pytest.mark.cuda
 def _deterministic_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cuBLAS asks for under use_deterministic_algorithms."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-@contextmanager
-def synchronisations(mode: str) -> Iterator[None]:
-    """Let torch "warn" of synchronisations, or make them an "error", until the block ends."""
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        _set_sync_debug_mode(mode)
-        yield
-    finally:
-        _set_sync_debug_mode(before)
-
-
-def _set_sync_debug_mode(mode: int | str) -> None:
-    """Setting it warns once a process that the mode is a prototype, before anything is checked."""
-    with warnings.catch_warnings():
-        prototype = "Synchronization debug mode is a prototype feature"
-        warnings.filterwarnings("ignore", prototype, UserWarning)
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize("scratch", [None, 16384 * 151936 * 2 + (1 << 30)], ids=["tiles", "one"])

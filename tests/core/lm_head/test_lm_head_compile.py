@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
     ),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 
 TRANSFORM = LogitTransform(scale=0.5, softcap=7.0, temperature=0.9)

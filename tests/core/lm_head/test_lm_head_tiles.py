@@ -60,9 +60,9 @@ def test_error_does_not_grow_with_tiles(dtype: torch.dtype, device: torch.device
     one = run(case, OUTPUTS, upstream, scratch_bytes=1 << 28)
     many = run(case, OUTPUTS, upstream, scratch_bytes=smallest_scratch(case))
     # A quarter of a unit is what one rounding to `dtype` spreads by. The oracle is float64 itself:
-    # in float64 its own roundings, 1 unit, are part of both differences (3.1e-16 against 2.4e-16 at
-    # gradients of 0.4 on an H200).
-    units = 1.0 if dtype == torch.float64 else 0.25
+    # in float64 its own roundings are part of both differences, a few units of a sum over 512 rows
+    # (on an H200 2.4e-16 against 0.9e-16 at gradients of 0.3).
+    units = 4.0 if dtype == torch.float64 else 0.25
     for name in ("hidden", "weight", "bias"):
         exact, single, tiled = true.gradients[name], one.gradients[name], many.gradients[name]
         floor = float(exact.square().mean().sqrt()) * torch.finfo(dtype).eps * units
