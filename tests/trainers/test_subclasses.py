@@ -195,10 +195,10 @@ def test_trainers_built_together_and_trained_in_turn(tmp_path):
             alone = methods.build(trl, method, tmp_path)
             alone.train()
             parity.assert_same_logs(stock, alone)
-        oracle.assert_close(ours.state.log_history[0]["loss"], stock.state.log_history[0]["loss"])
-        oracle.assert_close(
-            ours.state.log_history[-2]["grad_norm"], stock.state.log_history[-2]["grad_norm"]
-        )
+        # the first step: the parity runs follow the later ones, at rates that do not explode
+        for name in ("loss", "grad_norm"):
+            first, wanted = (t.state.log_history[0][name] for t in (ours, stock))
+            oracle.assert_close(first, wanted)
 
 
 # The option that switches a technique off and its value then, and what cannot work without it:

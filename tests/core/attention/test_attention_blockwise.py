@@ -205,7 +205,8 @@ def test_varlen_equals_dense(
         torch.autograd.grad(wanted, exact, upstream.double()),
         strict=True,
     ):
-        assert_near(gradient, right, 16 * torch.finfo(dtype).eps)
+        # in a window of 1 the gradients of queries and keys are 0; the kernel's are rounding
+        assert_near(gradient, right, 16 * torch.finfo(dtype).eps, floor=1e-2)
 
 
 @pytest.mark.cuda

@@ -18,7 +18,9 @@ from trl.trainer import utils as trl_utils
 
 import lowpeak.models
 
-TOLERANCE = 1e-5
+# Relative to max(1, |value|). A GPU sums in other orders from run to run: on an H200 one of 70 rows
+# of the table came to 1.2e-5 after 5 steps.
+TOLERANCE = 3e-5 if torch.cuda.is_available() else 1e-5
 STEPS = 5
 TIMES = ("runtime", "per_second", "step_time", "total_flos", "profiling/")
 

@@ -63,6 +63,13 @@ def lowpeak_attention(
         mask = attention_mask
         if isinstance(mask, CausalPattern):
             mask = mask.dense_mask()
+        if mask is None and causal and same_length and _sdpa_would_materialise(query, key):
+            groups = query.size(1) // key.size(1)
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+            output = nn.functional.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, scale=scaling
+            )
+            return output.transpose(1, 2).contiguous(), None
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module,
             query,
@@ -85,6 +92,16 @@ def lowpeak_attention(
         scale=query.size(-1) ** -0.5 if scaling is None else scaling,
     )
     return output.view(query.size(0), query.size(2), *output.shape[1:]), None
+
+
+def _sdpa_would_materialise(query: Tensor, key: Tensor) -> bool:
+    """Whether torch would compute scores of tokens by tokens for want of a kernel.
+
+    On CUDA its kernel for float32 takes no grouped heads: they are repeated for it.
+    """
+    if not query.is_cuda or query.size(1) == key.size(1):
+        return False
+    return query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
