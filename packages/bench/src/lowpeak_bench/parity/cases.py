@@ -16,9 +16,6 @@ import trl
 # Twice over the same completions: the second time the old log-probabilities differ.
 TWO_ITERATIONS: dict[str, Any] = {"num_iterations": 2, "learning_rate": 1e-2}
 
-# Some divergences grow with the exponential of the log ratio, and with them the rounding.
-SMALL_STEPS: dict[str, Any] = {"learning_rate": 1e-4}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -29,7 +26,9 @@ class Case:
         loss: the loss type.
         option: what else was set, in words; empty for the defaults.
         options: what the config gets.
-        model: "llama", "mixtral" (a mixture of experts), "lora" (an adapter on llama) or "reward".
+        model: "llama", "mixtral" (a mixture of experts), "lora" (an adapter on llama), "reward",
+            or "calm": llama with small logits, trained in small steps, for losses that magnify
+            the rounding of log ratios.
         same_as_default: the option must not change the loss, as an alias or another route to it.
     """
 
@@ -61,7 +60,8 @@ class Case:
         options = {name: value for name, value in self.options.items() if name in kept}
         if self.option == "chunked_nll alias":
             options["loss_type"] = "nll"
-        return Case(self.trainer, self.loss, options=options, model=_DEFAULT_MODELS[self.trainer])
+        model = self.model if self.model == "calm" else _DEFAULT_MODELS[self.trainer]
+        return Case(self.trainer, self.loss, options=options, model=model)
 
 
 _DEFAULT_MODELS = {
@@ -112,12 +112,16 @@ def _sft() -> Iterator[Case]:
 
 def _dpo() -> Iterator[Case]:
     def case(loss: str, option: str = "", **options: Any) -> Case:
-        smoothing = {"label_smoothing": 0.1} if loss in _NEEDS_SMOOTHING else {}
-        return Case("DPO", loss, option, {"loss_type": [loss], **smoothing, **options})
+        own = {"label_smoothing": 0.1} if loss in _NEEDS_SMOOTHING else {}
+        return Case("DPO", loss, option, {"loss_type": [loss], **own, **options})
+
+    def calm_case(loss: str, option: str = "", **options: Any) -> Case:
+        slow = case(loss, option, learning_rate=1e-4, **options)
+        return dataclasses.replace(slow, model="calm")
 
     types = loss_types("DPO")
-    for loss in types:
-        yield case(loss)
+    for loss in types:  # DiscoPOP divides log ratios by its tau, 0.05
+        yield calm_case(loss) if loss == "discopop" else case(loss)
     yield Case(
         "DPO", "sigmoid + sft", "", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
     )
@@ -132,7 +136,7 @@ def _dpo() -> Iterator[Case]:
         for loss in divergences[divergences.index("sigmoid") :]:
             if loss != "sft":  # it has no reference, so no divergence from it
                 name = divergence.replace("_", " ")
-                yield case(loss, name, f_divergence_type=divergence, **SMALL_STEPS)
+                yield calm_case(loss, name, f_divergence_type=divergence)
     # one loss that depends on the pair, one on each sequence alone, one on each token alone
     for loss in ("sigmoid", "nca_pair", "sft"):
         if loss != "sft":  # which TRL fails to weigh, and which sums over nothing
@@ -143,7 +147,7 @@ def _dpo() -> Iterator[Case]:
     for loss in ("aot", "aot_unpaired"):
         yield case(loss, "label smoothing", label_smoothing=0.1)
     yield case("sigmoid", "beta", beta=0.5)
-    yield case("discopop", "tau", discopop_tau=0.5)
+    yield calm_case("discopop", "tau", discopop_tau=0.5)
     yield Case("DPO", "sigmoid", "mixture of experts", {"loss_type": ["sigmoid"]}, "mixtral")
     yield Case("DPO", "sigmoid", "LoRA", {"loss_type": ["sigmoid"]}, "lora")
 

@@ -88,7 +88,7 @@ def run_case(case: Case, folder: Path) -> Result:
     Raises:
         RuntimeError: when the second run did not use lowpeak.
     """
-    reference = tiny.save(tiny.neighbour(_model(case)), folder / "reference")
+    reference = tiny.save(_reference(case), folder / "reference")
     with _expected_warnings():
         stock, ours = train_both(
             lambda: _build(trl, case, folder, reference),
@@ -102,7 +102,7 @@ def run_case(case: Case, folder: Path) -> Result:
 
 def stock_logs(case: Case, folder: Path) -> Logs:
     """What stock TRL alone logs."""
-    reference = tiny.save(tiny.neighbour(_model(case)), folder / "reference")
+    reference = tiny.save(_reference(case), folder / "reference")
     with _expected_warnings():
         trainer = _build(trl, case, folder, reference)
         trainer.train()
@@ -130,7 +130,13 @@ def moved(logs: Logs, default: Logs) -> float:
 def _model(case: Case) -> Any:
     if case.model == "reward":
         return tiny.reward_model()
+    if case.model == "calm":
+        return tiny.llama(initializer_range=0.1)
     return tiny.mixtral() if case.model == "mixtral" else tiny.llama()
+
+
+def _reference(case: Case) -> Any:
+    return tiny.neighbour(_model(case), 0.2 if case.model == "calm" else 0.05)
 
 
 def _build(package: Any, case: Case, folder: Path, reference: str) -> Trainer:
@@ -148,7 +154,7 @@ def _build(package: Any, case: Case, folder: Path, reference: str) -> Trainer:
             init_lora_weights=False,
         )
     elif case.trainer in ("DPO", "KTO"):
-        keywords["ref_model"] = tiny.neighbour(model)
+        keywords["ref_model"] = _reference(case)
     if case.trainer in ("GRPO", "RLOO"):
         keywords["reward_funcs"] = letters_reward
     if case.trainer == "Distillation":

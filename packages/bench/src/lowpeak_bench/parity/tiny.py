@@ -84,8 +84,8 @@ def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(_llama_config(overrides))
 
 
-def neighbour(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
-    """A copy with other weights, by a twentieth of their size: a reference or a teacher.
+def neighbour(model: PreTrainedModel, size: float = 0.05, seed: int = 1) -> PreTrainedModel:
+    """A copy with other weights, by `size` of their deviation: a reference model.
 
     Two models drawn apart differ by tens of nats, and a loss with exp(difference) in it magnifies
     the rounding of both runs beyond what any comparison allows.
@@ -95,7 +95,7 @@ def neighbour(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
     with torch.no_grad():
         for weight in other.parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            weight.add_(noise, alpha=0.05 * float(weight.std()))
+            weight.add_(noise, alpha=size * float(weight.std()))
     return other
 
 
