@@ -80,7 +80,17 @@ def test_liger_is_applied_at_train_start_without_its_cross_entropy(method, tmp_p
     assert parity.has_lowpeak_head(trainer)
 
 
+@pytest.fixture
+def llama_is_restored(monkeypatch):
+    """Liger patches the classes of the module, for good; here until the test ends."""
+    for name in ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"):
+        monkeypatch.setattr(modeling_llama, name, vars(modeling_llama)[name])
+    for kind in (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP, LlamaForCausalLM):
+        monkeypatch.setattr(kind, "forward", vars(kind)["forward"])
+
+
 @pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated")
+@pytest.mark.usefixtures("llama_is_restored")
 @each_method
 def test_liger_binds_its_layers_and_not_the_forward(method, tmp_path):
     """Its kernels need a GPU to run, but what it replaces can be seen anywhere."""
@@ -92,15 +102,6 @@ def test_liger_binds_its_layers_and_not_the_forward(method, tmp_path):
     assert vars(model)["forward"] is fused
     for module in (model.model.norm, model.model.layers[0].mlp):
         assert vars(module)["forward"].__module__.startswith("liger_kernel")
-
-
-@pytest.fixture
-def llama_is_restored(monkeypatch):
-    """Liger patches the classes of the module, for good; here until the test ends."""
-    for name in ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"):
-        monkeypatch.setattr(modeling_llama, name, vars(modeling_llama)[name])
-    for kind in (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP, LlamaForCausalLM):
-        monkeypatch.setattr(kind, "forward", vars(kind)["forward"])
 
 
 @pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated")
