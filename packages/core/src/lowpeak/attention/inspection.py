@@ -32,7 +32,7 @@ def config_reason(model: Any) -> str | None:
             return f"{reason} ({name}={getattr(config, name)})"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if others:
-        return f"it has layers of the type {', '.join(others)}, which carry state along the row"
+        return f"it has layers of the type {', '.join(others)}, which may reach across documents"
     for name in _DROPOUT_NAMES:
         if isinstance(rate := getattr(config, name, None), int | float) and rate > 0:
             return f"its attention has dropout ({name}={rate})"
