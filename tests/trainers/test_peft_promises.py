@@ -164,7 +164,7 @@ def test_qlora_trains_as_under_trl(method, base, tmp_path):
             method,
             tmp_path,
             model=path,
-            peft_config=LoraConfig(**RANDOM, lora_dropout=0.1),
+            peft_config=LoraConfig(**RANDOM),
             quantization_config=BitsAndBytesConfig(**QUANTIZED[base]),
         )
         for package in methods.PACKAGES.values()

@@ -15,8 +15,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     The mode of each module and the state of the random generators come back. Autocast caches no
     weight meanwhile: one cast without gradient would serve the training step that follows, and its
-    parameter would get no gradient. Quantised layers keep their mode: on a CPU, bitsandbytes packs
-    a 4-bit weight anew at its first forward in eval mode, and rounds its scales to bfloat16.
+    parameter would get no gradient. Quantised layers run in train mode: on a CPU, bitsandbytes
+    packs a 4-bit weight anew at its first forward in eval mode, and rounds its scales to bfloat16.
     """
     modes = {module: module.training for module in model.modules()}
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
@@ -35,7 +35,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         model.eval()
         for module, mode in modes.items():
             if any(not p.is_floating_point() for p in module.parameters(recurse=False)):
-                module.training = mode
+                module.training = True
         try:
             yield
         finally:
