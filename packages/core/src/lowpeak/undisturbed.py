@@ -33,7 +33,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     )
     with generators, autocast:
         model.eval()
-        for module, mode in modes.items():
+        for module in modes:
             if any(not p.is_floating_point() for p in module.parameters(recurse=False)):
                 module.training = True
         try:
