@@ -55,7 +55,7 @@ class Case:
         kept = {"loss_type", "loss_weights", "learning_rate", "max_completion_length"}
         if self.loss in _NEEDS_SMOOTHING:
             kept.add("label_smoothing")
-        if self.trainer == "Distillation":
+        if self.trainer == "Distillation" or self.loss == "discopop":
             kept.add("beta")
         options = {name: value for name, value in self.options.items() if name in kept}
         if self.option == "chunked_nll alias":
@@ -113,14 +113,16 @@ def _sft() -> Iterator[Case]:
 def _dpo() -> Iterator[Case]:
     def case(loss: str, option: str = "", **options: Any) -> Case:
         own = {"label_smoothing": 0.1} if loss in _NEEDS_SMOOTHING else {}
+        if loss == "discopop":  # its gradient magnifies the rounding of log ratios by beta / tau
+            own["beta"] = 0.02
         return Case("DPO", loss, option, {"loss_type": [loss], **own, **options})
 
     def calm_case(loss: str, option: str = "", **options: Any) -> Case:
-        slow = case(loss, option, learning_rate=1e-4, **options)
+        slow = case(loss, option, learning_rate=1e-5, **options)
         return dataclasses.replace(slow, model="calm")
 
     types = loss_types("DPO")
-    for loss in types:  # DiscoPOP divides log ratios by its tau, 0.05
+    for loss in types:
         yield calm_case(loss) if loss == "discopop" else case(loss)
     yield Case(
         "DPO", "sigmoid + sft", "", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
