@@ -71,16 +71,17 @@ def transform_slope_torch(
 
 @jit
 def _tanh(a):
-    # Below 1 Lambert's continued fraction, off by 2e-12 relative at most: (1 - t) / (1 + t) would
-    # lose the digits of a small a. Triton's own division is off by 2 units in the last place.
+    # Both forms add a small correction to an exact number, a or 1, so that one rounding counts.
+    # Below 1 it is Lambert's continued fraction, off by 2e-12; above 1, 2 t / (1 + t). Triton's own
+    # division is off by 2 units in the last place.
     square = a * a
-    numerator = 135135.0 + square * (17325.0 + square * (378.0 + square))
+    numerator = square * (45045.0 + square * (2772.0 + square * 27.0))
     denominator = 135135.0 + square * (62370.0 + square * (3150.0 + square * 28.0))
     t = tl.exp(-2.0 * tl.abs(a))
-    saturating = tl.div_rn(1.0 - t, 1.0 + t)
+    saturating = 1.0 - tl.div_rn(2.0 * t, 1.0 + t)
     return tl.where(
         tl.abs(a) < 1.0,
-        a * tl.div_rn(numerator, denominator),
+        a - a * tl.div_rn(numerator, denominator),
         tl.where(a < 0, -saturating, saturating),
     )
 

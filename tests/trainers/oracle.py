@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 
 Gradients = Mapping[str, torch.Tensor | None]
 # Float32 training against float64: a few hundred roundings of 6e-8.
-TOLERANCE = 1e-5
+# A GPU sums in other orders: 1.3e-5 was seen on an H200.
+TOLERANCE = 3e-5 if torch.cuda.is_available() else 1e-5
 
 
 def in_float64(model: nn.Module) -> nn.Module:

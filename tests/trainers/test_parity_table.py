@@ -10,6 +10,7 @@ import pytest
 
 from lowpeak_bench.parity import report
 from lowpeak_bench.parity.cases import all_cases, loss_types
+from lowpeak_bench.parity.harness import TOLERANCE
 from lowpeak_bench.parity.run import moved, run_case, stock_logs
 
 CASES = all_cases()
@@ -86,7 +87,7 @@ def test_a_wrong_number_is_a_fault(tmp_path):
     result = run_case(CASES[0], tmp_path)
     assert report.judge(result, None).fault == ""
     name, step = result.deviations[0].name, result.deviations[0].step
-    wrong = type(result.deviations[0])(name, step, ours=1.0, stock=1.0 + 3e-5)
+    wrong = type(result.deviations[0])(name, step, ours=1.0, stock=1.0 + 3 * TOLERANCE)
     nan = type(wrong)(name, step, ours=float("nan"), stock=1.0)
     for bad in (wrong, nan):
         spoilt = type(result)(result.case, (*result.deviations[1:], bad), result.stock)

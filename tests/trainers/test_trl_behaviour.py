@@ -279,7 +279,6 @@ def test_cast_head_of_a_bfloat16_model(tmp_path):
         built.train()
         logs.append(built.state.log_history[0])
     for name in ("loss", "entropy", "kl"):
-        # on a GPU the sides differ in their bfloat16 attention kernels, too
-        rounding = 1e-3 if torch.cuda.is_available() else 1e-4
-        assert logs[1][name] == pytest.approx(logs[0][name], rel=rounding, abs=1e-5)
+        # bfloat16 layers round otherwise without padding
+        assert logs[1][name] == pytest.approx(logs[0][name], rel=1e-3, abs=1e-5)
     assert logs[1]["grad_norm"] == pytest.approx(logs[0]["grad_norm"], rel=1e-2)

@@ -226,7 +226,9 @@ def test_peak_without_masks(device: torch.device) -> None:
 
         return measure(forward, device).largest
 
-    assert largest(model) < tokens**2 // 3  # bytes; a mask of bools takes tokens**2
+    # bytes; a mask of bools takes tokens**2. On a GPU the peak of all tensors is what is known.
+    bound = tokens**2 // 3 if device.type == "cpu" else tokens**2
+    assert largest(model) < bound
     if device.type == "cpu":
         assert largest(twin(model, "sdpa")) >= tokens**2
     packed = packed_row(documents([3000, 1096], device))
@@ -234,7 +236,7 @@ def test_peak_without_masks(device: torch.device) -> None:
     def step() -> object:
         return model.model(**packed)
 
-    assert measure(step, device).largest < tokens**2 // 3
+    assert measure(step, device).largest < bound
 
 
 @pytest.mark.cuda

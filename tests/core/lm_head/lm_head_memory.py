@@ -30,7 +30,7 @@ def measure(function: Callable[[], object], device: torch.device) -> Allocations
         del kept
         return Allocations(peak, peak)
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         kept = function()
     del kept

@@ -54,7 +54,7 @@ class CompletionRecord:
     """
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outputs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def record(self, trainer: Trainer) -> None:
         """Remember every output of the trainer's model from now on."""
@@ -63,7 +63,7 @@ class CompletionRecord:
         @functools.wraps(generate)
         def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
             output: torch.Tensor = generate(*args, **kwargs)
-            self._outputs.append((output.clone(), torch.get_rng_state()))
+            self._outputs.append((output.clone(), random_states()))
             return output
 
         trainer.model.generate = recording
@@ -74,12 +74,18 @@ class CompletionRecord:
 
         @functools.wraps(trainer.model.generate)
         def replaying(input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            output, random_state = next(remaining)
-            torch.set_rng_state(random_state)
+            output, states = next(remaining)
+            torch.set_rng_state(states[0])
+            torch.cuda.set_rng_state_all(states[1:])
             assert torch.equal(output[:, : input_ids.shape[1]], input_ids)
             return output.clone()
 
         trainer.model.generate = replaying
+
+
+def random_states() -> list[torch.Tensor]:
+    """States of the CPU's generator and of each GPU's: sampling moves them, a replay does not."""
+    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
 
 def script_completions(trainer: Trainer, completions: list[list[int]], pad: int) -> None:
