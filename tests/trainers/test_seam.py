@@ -190,9 +190,10 @@ def test_switched_off_by_the_environment_and_by_name(tmp_path, monkeypatch, capl
     ]
 
 
-def test_padding_free_is_refused_where_it_would_be_ignored(tmp_path):
+@pytest.mark.parametrize("option", [{"fused_lm_head": False}, {"attention": "sdpa"}], ids=str)
+def test_padding_free_is_refused_where_it_cannot_be_had(tmp_path, option):
     with pytest.raises(ValueError, match="padding_free=True does not serve SFTTrainer"):
-        sft(lowpeak_trainers.SFTTrainer, tmp_path, padding_free=True, fused_lm_head=False)
+        sft(lowpeak_trainers.SFTTrainer, tmp_path, padding_free=True, **option)
 
 
 def test_padding_free_is_off_where_it_needs_a_mask(tmp_path, caplog):

@@ -45,8 +45,8 @@ def switch_padding_free(
     `head_off` is what switched lowpeak's fused head off, whose forward takes the packed row.
 
     Raises:
-        ValueError: where padding_free=True was asked for, and the fused head is off or the
-            attention lets the documents of a packed row see each other.
+        ValueError: where padding_free=True was asked for, and the fused head is off, or the
+            attention lets the documents of a packed row see each other or needs a mask for it.
     """
     flag = args.padding_free if isinstance(args, TrainerConfig) else None
     refusal = _refusal(flag, attention, head_off)
@@ -72,6 +72,6 @@ def _refusal(flag: bool | None, attention: AttentionChoice, head_off: str | None
         return f"{head_off}, since TRL's own head takes padded batches only"
     if not attention.separates_documents:
         return f"attention {attention.name!r} does not keep documents apart ({attention.reason})"
-    if flag is None and not any(name in attention.name for name in _WITHOUT_MASK):
+    if not any(name in attention.name for name in _WITHOUT_MASK):
         return f"attention {attention.name!r}, which needs a mask of tokens by tokens for it"
     return None
