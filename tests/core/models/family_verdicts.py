@@ -227,7 +227,8 @@ def _not_longer_than(seconds: int) -> Iterator[None]:
 
 
 def _failure(where: str, error: Exception) -> str:
-    return f"{where}: {type(error).__name__}: {_text(error)[:200]}"
+    # the first sentence says what is missing; later ones how to install it
+    return f"{where}: {type(error).__name__}: {_text(error).split('. ')[0][:200]}"
 
 
 def _text(error: Exception) -> str:
