@@ -29,31 +29,23 @@ def padding_free(multiple: int | None = None) -> PaddingFree:
     return layout
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
 def llama() -> Any:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
 
 
 def mistral() -> Any:
-    config = MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=4,
-        initializer_range=0.2,
-    )
-    return MistralForCausalLM(config)
+    return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4))
 
 
 def gpt2() -> Any:
