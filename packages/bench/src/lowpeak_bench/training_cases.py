@@ -1,20 +1,38 @@
-"""Models, data and trainers of the training step benchmark, made here without any download."""
+"""Models and trainers of the training step benchmark, made here without any download."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowpeak_bench.training_data import Case, build_dataset, grpo_batch, shortened
+
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-SIDES = {"trl": "trl", "lowpeak": "lowpeak_trainers"}
-METHODS = ("sft", "dpo", "grpo")
+
+@dataclass(frozen=True)
+class Side:
+    """The package whose trainers are used, and the arguments that only they get.
+
+    `workloads` are those it takes part in; empty is all.
+    """
+
+    package: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    workloads: tuple[str, ...] = ()
+
+
+STOCK = "trl"
+SIDES: Mapping[str, Side] = {
+    STOCK: Side("trl"),
+    "lowpeak": Side("lowpeak_trainers"),
+    "lowpeak-shared": Side("lowpeak_trainers", {"share_prompts": True}, ("shared-prompt",)),
+}
 
 # google/gemma-3-1b-pt, config.json.
 GEMMA_3_1B: Mapping[str, Any] = {
@@ -46,24 +64,18 @@ TINY: Mapping[str, Any] = {
 }
 CONFIGS = {"gemma-3-1b": GEMMA_3_1B, "tiny": TINY}
 
-# Tokens of a sequence that are prompt, where a method has prompts: nearly all of it is trained on.
-PROMPT_TOKENS = 64
-# GRPO needs groups of two; a step trains on one of them.
-GENERATIONS = 2
+# GRPO needs groups of two, even where a step trains on one of them.
+SMALLEST_GROUP = 2
 
 
 @dataclass(frozen=True)
-class Case:
-    """One training run: a method on one side with sequences of `tokens` tokens."""
+class Run:
+    """How a trainer runs: steps at most, and how many come first with sequences cut short."""
 
-    method: str
-    side: str
-    tokens: int
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt, for DPO and GRPO."""
-        return min(PROMPT_TOKENS, self.tokens // 4)
+    steps: int
+    output: str
+    short_steps: int = 0
+    short_tokens: int = 0
 
 
 def build_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -79,75 +91,29 @@ def build_model(name: str, dtype: torch.dtype, device: torch.device) -> PreTrain
     return model
 
 
-def build_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one word an id: "w7" is 7; ids 0 to 3 are special."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ("<pad>", "<eos>", "<bos>", "<unk>")
-    words = {word: index for index, word in enumerate(special)}
-    words.update({f"w{index}": index for index in range(len(special), vocabulary)})
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer_class: Any = PreTrainedTokenizerFast
-    tokenizer: PreTrainedTokenizerFast = tokenizer_class(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<bos>",
-        unk_token="<unk>",
-    )
-    return tokenizer
-
-
-def random_ids(count: int, vocabulary: int, seed: int) -> list[int]:
-    """Draw token ids, none of them special."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, vocabulary, (count,), generator=generator).tolist()
-
-
-def build_dataset(case: Case, vocabulary: int) -> Dataset:
-    """Build one example; every step trains on it."""
-    from datasets import Dataset
-
-    if case.method == "sft":
-        ids = random_ids(case.tokens, vocabulary, 0)
-        return Dataset.from_dict({"input_ids": [ids], "labels": [ids]})
-    prompt = _text(random_ids(case.prompt_tokens, vocabulary, 0))
-    if case.method == "grpo":
-        return Dataset.from_dict({"prompt": [prompt]})
-    # TRL appends <eos> to both completions.
-    words = case.tokens - case.prompt_tokens - 1
-    chosen, rejected = (_text(random_ids(words, vocabulary, seed)) for seed in (1, 2))
-    return Dataset.from_dict({"prompt": [prompt + " "], "chosen": [chosen], "rejected": [rejected]})
-
-
-def _text(ids: list[int]) -> str:
-    return " ".join(f"w{index}" for index in ids)
-
-
 def build_trainer(
     case: Case,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    *,
-    steps: int,
-    output: str,
+    run: Run,
     callback: Any,
 ) -> Any:
     """Build the trainer of a case; TRL's and lowpeak's get the same arguments."""
     from transformers import PrinterCallback
 
-    module = importlib.import_module(SIDES[case.side])
+    side = SIDES[case.side]
+    module = importlib.import_module(side.package)
     trainer_class = getattr(module, f"{case.method.upper()}Trainer")
     config_class = getattr(module, f"{case.method.upper()}Config")
-    device = model.device
-    arguments = config_class(**_arguments(case, model, steps, output))
+    arguments = config_class(**_arguments(case, model, run), **side.arguments)
     dataset = build_dataset(case, model.config.vocab_size)
     options: dict[str, Any] = {}
     if case.method == "grpo":
-        trainer_class = _with_prepared_batch(trainer_class, _grpo_batch(case, model, device))
         options["reward_funcs"] = _no_reward
+        batch = grpo_batch(case, model.config.vocab_size, _group(case), model.device)
+        trainer_class = _with_prepared_batch(trainer_class, batch)
+    if run.short_steps and case.tokens > run.short_tokens:
+        trainer_class = _with_short_steps(trainer_class, run)
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -160,12 +126,12 @@ def build_trainer(
     return trainer
 
 
-def _arguments(case: Case, model: PreTrainedModel, steps: int, output: str) -> dict[str, Any]:
+def _arguments(case: Case, model: PreTrainedModel, run: Run) -> dict[str, Any]:
     on_cpu = model.device.type == "cpu"
     arguments: dict[str, Any] = {
-        "output_dir": output,
-        "max_steps": steps,
-        "per_device_train_batch_size": 1,
+        "output_dir": run.output,
+        "max_steps": run.steps,
+        "per_device_train_batch_size": len(case.examples),
         "learning_rate": 1e-6,  # TRL's default for DPO and GRPO
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
@@ -185,29 +151,19 @@ def _arguments(case: Case, model: PreTrainedModel, steps: int, output: str) -> d
     elif case.method == "dpo":
         arguments.update(max_length=None, precompute_ref_log_probs=True)
     else:
-        completion = case.tokens - case.prompt_tokens
+        completions = case.examples[0].completions
         arguments.update(
-            max_completion_length=completion,
-            num_generations=GENERATIONS,
-            steps_per_generation=GENERATIONS,
+            per_device_train_batch_size=len(completions),
+            max_completion_length=completions[0],
+            num_generations=_group(case),
+            steps_per_generation=_group(case) // len(completions),
             beta=0.0,
         )
     return arguments
 
 
-def _grpo_batch(case: Case, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-    """Build what TRL's GRPO trainer trains on after generation and scoring: one completion."""
-    ids = torch.tensor([random_ids(case.tokens, model.config.vocab_size, 0)], device=device)
-    prompt, completion = ids[:, : case.prompt_tokens], ids[:, case.prompt_tokens :]
-    return {
-        "prompt_ids": prompt,
-        "prompt_mask": torch.ones_like(prompt),
-        "completion_ids": completion,
-        "completion_mask": torch.ones_like(completion),
-        "advantages": torch.ones(1, device=device),
-        # TRL counts the tokens of the whole group.
-        "num_items_in_batch": torch.tensor(GENERATIONS * completion.numel(), device=device),
-    }
+def _group(case: Case) -> int:
+    return max(SMALLEST_GROUP, len(case.examples[0].completions))
 
 
 def _with_prepared_batch(trainer_class: type, batch: Mapping[str, Any]) -> Any:
@@ -217,6 +173,17 @@ def _with_prepared_batch(trainer_class: type, batch: Mapping[str, Any]) -> Any:
         return dict(batch)
 
     return type(f"Prepared{trainer_class.__name__}", (trainer_class,), {"_prepare_inputs": prepare})
+
+
+def _with_short_steps(trainer_class: Any, run: Run) -> Any:
+    """Return a subclass whose first steps train on the start of each sequence."""
+
+    def prepare(self: Any, inputs: Any) -> Any:
+        prepared = trainer_class._prepare_inputs(self, inputs)
+        short = self.state.global_step < run.short_steps
+        return shortened(prepared, run.short_tokens) if short else prepared
+
+    return type(f"Short{trainer_class.__name__}", (trainer_class,), {"_prepare_inputs": prepare})
 
 
 def _no_reward(completions: list[Any], **others: Any) -> list[float]:
