@@ -5,8 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lowpeak.attention import AttentionChoice, register_attention, use_attention
+from lowpeak.attention import (
+    AttentionChoice,
+    current_attention,
+    register_attention,
+    use_attention,
+)
 from lowpeak.config import MemoryConfig, why_attention_is_off
+from lowpeak.pretrained import pretrained_model
 
 logger = logging.getLogger("lowpeak.trainers")
 
@@ -21,17 +27,11 @@ def choose_trainer_attention(trainer: Any, config: MemoryConfig) -> AttentionCho
     where rows are packed and the attention lets their documents see each other. Returns what the
     trained model has now.
     """
-    name, off = config.attention, why_attention_is_off(config)
-    if off is None and name is None and _named_by_user(trainer.args):
-        off = "model_init_kwargs, which names one"
-    if off is not None:
-        logger.info("attention: left as it is in %s, by %s", type(trainer).__name__, off)
-        current = trainer.accelerator.unwrap_model(trainer.model).config._attn_implementation
-        return AttentionChoice(current, f"{off} left it so", True)
-    choice = use_attention(trainer.accelerator.unwrap_model(trainer.model), name).choice
+    off = _why_off(config, trainer.args, "model_init_kwargs")
+    choice = _choose(trainer, trainer.model, type(trainer).__name__, config.attention, off)
     reference = vars(trainer).get("ref_model")
-    if reference is not None:
-        use_attention(trainer.accelerator.unwrap_model(reference), name)
+    if reference is not None and off is None:
+        use_attention(trainer.accelerator.unwrap_model(reference), config.attention)
     if not choice.separates_documents and vars(trainer).get("padding_free"):
         logger.warning(
             "the documents of a packed row may see each other in %s: %s. Train without packing and "
@@ -42,6 +42,32 @@ def choose_trainer_attention(trainer: Any, config: MemoryConfig) -> AttentionCho
     return choice
 
 
-def _named_by_user(args: Any) -> bool:
-    given = vars(args).get("model_init_kwargs")
-    return isinstance(given, dict) and given.get("attn_implementation") is not None
+def choose_teacher_attention(trainer: Any, config: MemoryConfig) -> AttentionChoice:
+    """Give the teacher of `trainer` the attention that it can have, and return it.
+
+    As for the model that is trained, but for attention="lowpeak": a teacher that this does not
+    serve keeps what it has.
+    """
+    off = _why_off(config, trainer.args, "teacher_model_init_kwargs")
+    name = None if config.attention == "lowpeak" else config.attention
+    owner = f"the teacher of {type(trainer).__name__}"
+    return _choose(trainer, trainer.teacher_model, owner, name, off)
+
+
+def _choose(
+    trainer: Any, wrapped: Any, owner: str, name: str | None, off: str | None
+) -> AttentionChoice:
+    model = trainer.accelerator.unwrap_model(wrapped)
+    if off is None:
+        return use_attention(model, name).choice
+    logger.info("attention: left as it is in %s, by %s", owner, off)
+    return current_attention(pretrained_model(model))
+
+
+def _why_off(config: MemoryConfig, args: Any, keywords: str) -> str | None:
+    off = why_attention_is_off(config)
+    if off is None and config.attention is None:
+        given = vars(args).get(keywords)
+        if isinstance(given, dict) and given.get("attn_implementation") is not None:
+            return f"{keywords}, which names one"
+    return off

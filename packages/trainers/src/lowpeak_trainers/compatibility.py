@@ -27,6 +27,15 @@ SEAM_MODULES = (
 DISTILLATION_MODULE = "trl.trainer.distillation_trainer"
 # Its model scores a sequence with one number: there is no language model head.
 REWARD_MODULE = "trl.trainer.reward_trainer"
+# What `enabled()` reaches.
+TRAINER_CLASSES = {
+    "trl.trainer.sft_trainer": "SFTTrainer",
+    "trl.trainer.dpo_trainer": "DPOTrainer",
+    "trl.trainer.kto_trainer": "KTOTrainer",
+    "trl.trainer.grpo_trainer": "GRPOTrainer",
+    "trl.trainer.rloo_trainer": "RLOOTrainer",
+    "trl.trainer.reward_trainer": "RewardTrainer",
+}
 # What lowpeak overrides in the trainer of DISTILLATION_MODULE, or calls, and its parameters.
 DISTILLATION_METHODS = {
     "_compute_loss": "self, unwrapped_student, inputs, num_items_in_batch",
@@ -42,8 +51,8 @@ def check_trl(replacement: Callable[..., Any]) -> None:
     """Raise UnsupportedTrlError unless the installed TRL has the seam that `replacement` fits.
 
     Checked are the version, `add_fused_lm_head` in each of SEAM_MODULES with the parameters and
-    defaults of `replacement`, the fields of TRL's fused output, and the methods of its
-    DistillationTrainer that lowpeak overrides. All faults come in one error.
+    defaults of `replacement`, the names in TRAINER_CLASSES, the fields of TRL's fused output, and
+    the methods of its DistillationTrainer that lowpeak overrides. All faults come in one error.
     """
     if not SpecifierSet(SUPPORTED_TRL).contains(trl.__version__, prereleases=True):
         raise _unsupported(["its version is not supported"])
@@ -51,6 +60,11 @@ def check_trl(replacement: Callable[..., Any]) -> None:
         fault
         for name in SEAM_MODULES
         for fault in _module_faults(importlib.import_module(name), replacement)
+    ]
+    faults += [
+        f"{name} has no {trainer}"
+        for name, trainer in TRAINER_CLASSES.items()
+        if trainer not in vars(importlib.import_module(name))
     ]
     faults += _output_faults(importlib.import_module("trl.trainer.utils"))
     faults += _distillation_faults(importlib.import_module(DISTILLATION_MODULE))

@@ -16,11 +16,16 @@ from trl.models import prepare_deepspeed
 from trl.trainer.utils import create_model_from_path
 
 from lowpeak import LogitTransform, fused_divergence
+from lowpeak.config import MemoryConfig
 from lowpeak.models import SplitCausalLM
 
+from .assembly import padding_free_of, why_head_forbids_packing
+from .attention import choose_teacher_attention
 from .fused_forward import why_head_is_off
 from .mixin import LowpeakMixin
 from .own_divergence import own_divergence
+from .padding_free import PackedRow, PaddingFree
+from .padding_free_switch import switch_padding_free
 from .removed_options import TrainerConfig
 
 logger = logging.getLogger("lowpeak.trainers")
@@ -65,6 +70,7 @@ class DistillationMixin(LowpeakMixin):
     # Set by the trainer that follows in the bases.
     beta: float
     temperature: float
+    teacher_model: Any
     use_vllm: bool
     generation_config: Any
     generation_kwargs: dict[str, Any]
@@ -80,6 +86,7 @@ class DistillationMixin(LowpeakMixin):
         *further: Any,
         **keywords: Any,
     ) -> None:
+        self._teacher_layout = PaddingFree()
         self._splits: WeakKeyDictionary[nn.Module, SplitCausalLM] = WeakKeyDictionary()
         shared = isinstance(args, DistillationConfig) and args.shared_vocabulary
         # TRL refuses vocabularies of different sizes, but takes no teacher from subclasses that
@@ -98,11 +105,24 @@ class DistillationMixin(LowpeakMixin):
                     "off: drop one of the two"
                 )
             self._take_teacher(teacher_model)
+        if self.teacher_model is not None:
+            self._arrange_teacher(config)
 
     @property
     def computes_divergence(self) -> bool:
         """Whether lowpeak has computed a divergence for this trainer."""
         return len(self._splits) > 0
+
+    def _arrange_teacher(self, config: MemoryConfig) -> None:
+        """Attention and layout of the teacher, whatever those of the student."""
+        switch_padding_free(
+            self._teacher_layout,
+            f"the teacher of {type(self).__name__}",
+            self.args,
+            padding_free_of(self.args),
+            choose_teacher_attention(self, config),
+            lambda: why_head_forbids_packing(config),
+        )
 
     def _take_teacher(self, teacher: Any) -> None:
         """Load and prepare the teacher as TRL does; keep the student to the shared tokens."""
@@ -173,21 +193,53 @@ class DistillationMixin(LowpeakMixin):
     def _divergence(
         self, unwrapped_student: Any, inputs: Mapping[str, Any], mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Divergence and student entropy [batch, completion] at the completions' tokens."""
+        """Divergence and student entropy of the completions' tokens, 0 where `mask` is.
+
+        Both [batch, completion], or [1, tokens] where student and teacher run on a packed row.
+        """
         student = self._split(unwrapped_student)
         unwrapped_teacher = self.accelerator.unwrap_model(self.teacher_model)
         teacher = self._split(unwrapped_teacher)
         tokens = inputs["completion_ids"].masked_fill(mask == 0, -100)
         arguments = _backbone_arguments(inputs)
-        scored = slice(-tokens.size(1) - 1, -1)  # each token is predicted one position before it
-        student_hidden = student.hidden_states(tokens, **arguments)[:, scored]
+        student_row, teacher_row = self._rows(arguments, inputs["prompt_ids"], tokens)
+        student_hidden = student.hidden_states(
+            tokens, **(arguments if student_row is None else student_row.arguments)
+        )
         self.teacher_model.eval()
         with torch.no_grad():
             # by way of the wrapper's forward, in which FSDP and DeepSpeed gather the weights
             teacher_hidden = self._forward_redirection(
-                self.teacher_model, unwrapped_teacher, teacher.hidden_states, tokens, **arguments
-            )[:, scored]
+                self.teacher_model,
+                unwrapped_teacher,
+                teacher.hidden_states,
+                tokens,
+                **(arguments if teacher_row is None else teacher_row.arguments),
+            )
+        if student_row is not None and teacher_row is not None:
+            # each token is predicted one position before it
+            targets = nn.functional.pad(student_row.labels[:, 1:], (0, 1), value=-100)
+            return self._compare(student, student_hidden, teacher, teacher_hidden, targets != -100)
+        scored = slice(-tokens.size(1) - 1, -1)
+        if student_row is not None:
+            student_hidden = student_row.pad(student_hidden)
+        if teacher_row is not None:
+            teacher_hidden = teacher_row.pad(teacher_hidden)
+        student_hidden, teacher_hidden = student_hidden[:, scored], teacher_hidden[:, scored]
         return self._compare(student, student_hidden, teacher, teacher_hidden, mask)
+
+    def _rows(
+        self, arguments: dict[str, Any], prompt_ids: Tensor, tokens: Tensor
+    ) -> tuple[PackedRow | None, PackedRow | None]:
+        """The packed row for the student and for the teacher, None for a padded batch."""
+        layouts = (self._layout, self._teacher_layout)
+        chosen = next((layout for layout in layouts if layout.on), None)
+        if chosen is None:
+            return None, None
+        labels = torch.cat([torch.full_like(prompt_ids, -100), tokens], dim=1)
+        row = chosen(arguments, labels)
+        student_row, teacher_row = (row if layout.on else None for layout in layouts)
+        return student_row, teacher_row
 
     def _compare(
         self,

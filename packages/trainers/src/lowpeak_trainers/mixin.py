@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from lowpeak.config import MemoryConfig
 
-from .attention import choose_trainer_attention
+from .assembly import equipped, padding_free_of
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
-from .fused_forward import HeadFromConfig, report_no_head, why_head_is_off
 from .padding_free import PaddingFree
-from .padding_free_switch import hidden_from_trl, switch_padding_free
-from .seam import SEAMS, heads_from, trl_modules_of
+from .seam import trainers_from, trl_modules_of
 from .use_cache import KeepsUseCache
 
 
@@ -60,33 +58,49 @@ class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
                 f"{type(self).__name__} has no supported TRL trainer among its bases. Supported "
                 f"are the trainers of {', '.join((*SEAM_MODULES, REWARD_MODULE))}."
             )
-        layout = PaddingFree()
-        installer = HeadFromConfig(type(self).__name__, self._memory_config, layout)
-        with (
-            heads_from(installer, [name for name in modules if name in SEAMS]),
-            hidden_from_trl(args, kwargs),
+        self._layout = PaddingFree()
+        with equipped(
+            self,
+            self._layout,
+            self._memory_config,
+            lambda: padding_free_of(self.args),
+            (args, kwargs),
         ):
             super().__init__(*args, **kwargs)
-        if REWARD_MODULE in modules:
-            report_no_head(type(self).__name__, self._memory_config())
-        choice = choose_trainer_attention(self, self._memory_config())
-        if any(name in SEAMS for name in modules):
-            head_off = why_head_is_off(self._memory_config())
-            switch_padding_free(layout, type(self).__name__, self.args, choice, head_off)
 
     def _memory_config(self) -> MemoryConfig:
         return self.args if isinstance(self.args, MemoryConfig) else MemoryConfig()
 
 
 @contextmanager
-def enabled(config: MemoryConfig | None = None) -> Iterator[None]:
-    """Let stock SFT, DPO, KTO, GRPO and RLOO trainers of TRL that are built inside use lowpeak.
+def enabled(
+    config: MemoryConfig | None = None, *, padding_free: bool | None = None
+) -> Iterator[None]:
+    """Let stock SFT, DPO, KTO, GRPO, RLOO and reward trainers of TRL built inside use lowpeak.
 
     `with lowpeak_trainers.enabled(): trainer = trl.DPOTrainer(...)`; training may happen outside.
-    `config` holds the settings of them all.
+    They get the head, the attention and the padding-free batches that the trainers of lowpeak get.
     Trainers that have LowpeakMixin keep their own settings. Threads started inside are not
-    affected. DistillationTrainer, whose loss a subclass overrides, keeps that of TRL.
+    affected. DistillationTrainer, whose loss a subclass overrides, stays as TRL made it.
+
+    Args:
+        config: the settings of them all.
+        padding_free: as in `lowpeak_trainers.SFTConfig`, for them all; the option that TRL has of
+            this name stays TRL's.
+
+    Raises:
+        ValueError: where a trainer is built that `padding_free=True` or a name in `config` does not
+            serve.
     """
     settings = MemoryConfig() if config is None else config
-    with heads_from(HeadFromConfig("enabled()", lambda: settings)):
+
+    def build(trainer: Any, init: Callable[..., None], args: Any, kwargs: dict[str, Any]) -> None:
+        if isinstance(trainer, LowpeakMixin):
+            init(*args, **kwargs)
+            return
+        layout = PaddingFree()
+        with equipped(trainer, layout, lambda: settings, lambda: padding_free, (args, kwargs)):
+            init(*args, **kwargs)
+
+    with trainers_from(build):
         yield

@@ -46,6 +46,13 @@ class PackedRow:
             loss=output.loss, aux_loss=output.aux_loss, label_mask=mask, **spread
         )
 
+    def pad(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, S, H] of the packed row's [1, T, H], 0 at padding."""
+        places = self.places.to(hidden.device)
+        padded = hidden.new_zeros(self.padded_labels.numel(), hidden.size(-1))
+        padded = padded.index_copy(0, places, hidden[0, : places.numel()])
+        return padded.view(*self.padded_labels.shape, -1)
+
     def _spread(self, values: Tensor) -> Tensor:
         # values[0, i] belongs to token i + 1, those of the filling to none; a document's first
         # token holds 0
@@ -83,6 +90,11 @@ class PaddingFree:
         if multiple is not None and multiple < 1:
             raise ValueError(f"multiple={multiple}: pass a positive number of tokens or None")
         self._on, self._multiple = on, multiple
+
+    @property
+    def on(self) -> bool:
+        """Whether calls are packed."""
+        return self._on
 
     def __call__(self, arguments: dict[str, Any], labels: Tensor) -> PackedRow | None:
         """The call as one packed row, or None to leave it padded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,18 +38,23 @@ def hidden_from_trl(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def switch_padding_free(
-    layout: PaddingFree, owner: str, args: Any, attention: AttentionChoice, head_off: str | None
+    layout: PaddingFree,
+    owner: str,
+    args: Any,
+    flag: bool | None,
+    attention: AttentionChoice,
+    unable: Callable[[], str | None],
 ) -> None:
-    """Switch `layout` on if the trainer's `args` and its model's attention allow it; log why.
+    """Switch `layout` on if `flag` and the model's attention allow it; log why.
 
-    `head_off` is what switched lowpeak's fused head off, whose forward takes the packed row.
+    `args` are those of the trainer, `flag` is its padding_free. `unable` says what else keeps the
+    model of `owner` from packed rows, or None; it is asked where nothing else does.
 
     Raises:
-        ValueError: where padding_free=True was asked for, and the fused head is off, or the
-            attention lets the documents of a packed row see each other or needs a mask for it.
+        ValueError: where padding_free=True was asked for, and the attention lets the documents of
+            a packed row see each other or needs a mask for it, or the model is unable.
     """
-    flag = args.padding_free if isinstance(args, TrainerConfig) else None
-    refusal = _refusal(flag, attention, head_off)
+    refusal = _refusal(flag, attention) or unable()
     if flag and refusal is not None and "padding_free" not in disabled_techniques():
         raise ValueError(
             f"padding_free=True does not serve {owner}: {refusal}. Set padding_free=None, which "
@@ -63,13 +68,11 @@ def switch_padding_free(
         logger.info("padding-free: off in %s, by %s", owner, refusal)
 
 
-def _refusal(flag: bool | None, attention: AttentionChoice, head_off: str | None) -> str | None:
+def _refusal(flag: bool | None, attention: AttentionChoice) -> str | None:
     if flag is False:
         return "padding_free=False"
     if "padding_free" in disabled_techniques():
         return f"{DISABLE_VARIABLE}=padding_free"
-    if head_off is not None:
-        return f"{head_off}, since TRL's own head takes padded batches only"
     if not attention.separates_documents:
         return f"attention {attention.name!r} does not keep documents apart ({attention.reason})"
     if not any(name in attention.name for name in _WITHOUT_MASK):

@@ -18,5 +18,6 @@ class RewardConfig(TrainerConfig, trl.RewardConfig):
 class RewardTrainer(LowpeakMixin, trl.RewardTrainer):
     """`trl.RewardTrainer` with the memory techniques of lowpeak: same arguments, same results.
 
-    A reward model scores a sequence with one number, so there are no logits to save.
+    A reward model scores a sequence with one number, so there are no logits to save. Its backbone
+    sees the sequences of a batch as documents of one packed row (`packed_scores`).
     """

@@ -2,22 +2,30 @@
 
 The global is replaced only while a trainer is being built, because reference models are made and
 their log-probabilities precomputed inside `__init__`. What replaces it looks up the installer of
-its own context, so trainers built by other threads at the same time keep the head of TRL.
+its own context, so trainers built by other threads at the same time keep the head of TRL. The same
+holds for `__init__` of TRL's trainers, replaced while `enabled()` lasts.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
-from .compatibility import DISTILLATION_MODULE, HEAD_NAME, REWARD_MODULE, SEAM_MODULES
+from .compatibility import (
+    DISTILLATION_MODULE,
+    HEAD_NAME,
+    REWARD_MODULE,
+    SEAM_MODULES,
+    TRAINER_CLASSES,
+)
 
 
 class FusedHeadFunction(Protocol):
@@ -114,6 +122,76 @@ def heads_from(installer: Installer, module_names: Iterable[str] = SEAM_MODULES)
             yield
     finally:
         _installer.reset(token)
+
+
+class Builder(Protocol):
+    """Builds `trainer` by calling `init`, which is TRL's own `__init__`, with these arguments."""
+
+    def __call__(
+        self, trainer: Any, init: Callable[..., None], args: Any, kwargs: dict[str, Any]
+    ) -> None: ...
+
+
+_builder: ContextVar[Builder | None] = ContextVar("lowpeak_trainer_builder", default=None)
+
+
+class ConstructorSeam:
+    """Replaces `__init__` of a TRL trainer for as long as anyone uses it."""
+
+    def __init__(self, module_name: str) -> None:
+        self._module_name = module_name
+        self._lock = threading.Lock()
+        self._users = 0
+        self._stock: Callable[..., None] | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Replace `__init__`; the last user to leave puts back what was found."""
+        with self._lock:
+            if self._users == 0:
+                self._stock = self._trainer_class.__init__
+                self._trainer_class.__init__ = _dispatching(self._stock)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._trainer_class.__init__ = self._stock
+
+    @property
+    def _trainer_class(self) -> Any:
+        module = importlib.import_module(self._module_name)
+        return vars(module)[TRAINER_CLASSES[self._module_name]]
+
+
+def _dispatching(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        builder = _builder.get()
+        if builder is None:
+            stock(trainer, *args, **kwargs)
+        else:
+            builder(trainer, functools.partial(stock, trainer), args, kwargs)
+
+    return init
+
+
+CONSTRUCTOR_SEAMS = tuple(ConstructorSeam(name) for name in TRAINER_CLASSES)
+
+
+@contextmanager
+def trainers_from(builder: Builder) -> Iterator[None]:
+    """Let `builder` build TRL's trainers in this context."""
+    token = _builder.set(builder)
+    try:
+        with ExitStack() as stack:
+            for seam in CONSTRUCTOR_SEAMS:
+                stack.enter_context(seam.open())
+            yield
+    finally:
+        _builder.reset(token)
 
 
 def trl_modules_of(trainer_class: type) -> tuple[str, ...]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lowpeak.pretrained import pretrained_model
 
 from .forward import NAME, register_attention
-from .inspection import config_reason
-from .self_test import packing_reason
+from .inspection import config_reason, model_reason
+from .self_test import packing_reason, sharing_reason
 
 logger = logging.getLogger("lowpeak.attention")
 
@@ -29,8 +32,9 @@ class AttentionChoice:
         name: "lowpeak", or the implementation that the model has already.
         reason: why, for the log.
         separates_documents: whether a packed row is known to give what each of its documents gives
-            alone: tested for "lowpeak", taken for granted of what the user named. A model that is
-            refused may keep short documents apart and fail on long ones (sparse attention does).
+            alone. It is tested, whoever named the attention; flex attention, which compiles for
+            each shape, is judged by inspection. A model that is refused may keep short documents
+            apart and fail on long ones (sparse attention does).
     """
 
     name: str
@@ -55,8 +59,48 @@ def choose_attention(model: Any) -> AttentionChoice:
     elif current == "eager" and not model._supports_sdpa:
         reason = config_reason(model) or "transformers has no sdpa for it"
     else:
-        return AttentionChoice(current, f"{current!r} is what the model came with", True)
+        return current_attention(model)
     return AttentionChoice(current, reason, False)
+
+
+def current_attention(model: Any) -> AttentionChoice:
+    """The attention that `model`, a `PreTrainedModel`, has, and whether it separates documents."""
+    current = model.config._attn_implementation
+    leak = why_not_separate(model, current)
+    came = f"{current!r} is what the model came with"
+    return AttentionChoice(current, came if leak is None else f"{came}, but {leak}", leak is None)
+
+
+def why_not_separate(model: Any, name: str) -> str | None:
+    """Why packed rows of `model` must not go through the attention `name`; None if they may.
+
+    `model` is a `PreTrainedModel`, `name` that of any attention that transformers knows.
+    """
+    if name == NAME:
+        return why_unsupported(model)
+    reason = model_reason(model)
+    if reason is not None:
+        return reason
+    if "flex" not in name and _weights_are_here(model):  # flex compiles for every shape
+        with _as_flash_takes_it(model, name):
+            return packing_reason(model, name)
+    if model._is_stateful or not model._supports_flash_attn:
+        return "packed rows of it cannot be tested here"
+    return None
+
+
+@contextmanager
+def _as_flash_takes_it(model: Any, name: str) -> Iterator[None]:
+    """Autocast to bfloat16 around flash attention of a float32 model, which has no other way."""
+    kind = model.device.type
+    needed = (
+        "flash" in name
+        and kind != "cpu"
+        and model.dtype == torch.float32
+        and not torch.is_autocast_enabled(kind)
+    )
+    with torch.autocast(kind, torch.bfloat16) if needed else nullcontext():
+        yield
 
 
 def why_unsupported(model: Any) -> str | None:
@@ -70,6 +114,22 @@ def why_unsupported(model: Any) -> str | None:
     if not model._supports_flash_attn:
         return "its weights are elsewhere, so that packed rows cannot be tested"
     return None
+
+
+def why_no_shared_prefixes(model: Any) -> str | None:
+    """Why the documents of a row cannot begin with tokens of others in `model`; None if they can.
+
+    A backbone that is given `shared_prefixes` must hand it to every layer's attention, and nothing
+    but attention may carry anything from token to token: a self-test of its own shows it, and no
+    model whose weights are elsewhere is trusted. `model` is a `PreTrainedModel`, its attention
+    must be "lowpeak".
+    """
+    current = model.config._attn_implementation
+    if current != NAME:
+        return f"attention {current!r} cannot share them, {NAME!r} can"
+    if not _weights_are_here(model):
+        return "its weights are elsewhere, so that it cannot be tested"
+    return sharing_reason(model, NAME)
 
 
 def _weights_are_here(model: Any) -> bool:
@@ -118,7 +178,9 @@ def use_attention(model: nn.Module, name: str | None = None) -> AttentionHandle:
             "or name another implementation"
         )
     else:
-        choice = AttentionChoice(name, "it was asked for", True)
+        leak = why_not_separate(base, name)
+        why = "it was asked for" + ("" if leak is None else f", but {leak}")
+        choice = AttentionChoice(name, why, leak is None)
     logger.info("%s: attention %s: %s", type(base).__name__, choice.name, choice.reason)
     previous = base.config._attn_implementation
     if choice.name != previous:

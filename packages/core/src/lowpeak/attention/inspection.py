@@ -14,6 +14,8 @@ _REFUSED = {
     "attn_temperature_tuning": "its attention is scaled by position in the row",
     "use_bidirectional_attention": "its attention looks ahead",
 }
+# These depend on places in the row, whatever the attention.
+_OF_THE_ROW = ("attention_chunk_size", "attn_temperature_tuning")
 _ROPE_OF_THE_ROW = {"dynamic", "longrope"}
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -30,9 +32,8 @@ def config_reason(model: Any) -> str | None:
     for name, reason in _REFUSED.items():
         if getattr(config, name, None):
             return f"{reason} ({name}={getattr(config, name)})"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if others:
-        return f"it has layers of the type {', '.join(others)}, which may reach across documents"
+    if (layers := _layer_reason(config)) is not None:
+        return layers
     for name in _DROPOUT_NAMES:
         if isinstance(rate := getattr(config, name, None), int | float) and rate > 0:
             return f"its attention has dropout ({name}={rate})"
@@ -41,6 +42,24 @@ def config_reason(model: Any) -> str | None:
         if isinstance(width, int) and width > LARGEST_HEAD_DIM:
             return f"heads of more than {LARGEST_HEAD_DIM} features have no kernel ({name}={width})"
     return _rope_reason(config)
+
+
+def model_reason(model: Any) -> str | None:
+    """Why no attention can keep documents of a packed row of `model` apart; None if one may."""
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    for name in _OF_THE_ROW:
+        if getattr(config, name, None):
+            return f"{_REFUSED[name]} ({name}={getattr(config, name)})"
+    return _layer_reason(config) or _rope_reason(config)
+
+
+def _layer_reason(config: Any) -> str | None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if others:
+        return f"it has layers of the type {', '.join(others)}, which may reach across documents"
+    return None
 
 
 def _rope_reason(config: Any) -> str | None:

@@ -5,7 +5,7 @@ the attention it came with; then both in one row, with the attention in question
 transformers marks documents (`position_ids` that start again) and once as TRL does (`cu_seq_lens_q`
 and more). Between these two rows the first document is another one, so that the second must come
 out the same to the last bit or two: that shows a leak where dtypes are too coarse for the other
-comparison.
+comparison. A row whose documents begin with tokens of earlier ones is tested in the same way.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from lowpeak.undisturbed import undisturbed
 from .forward import register_attention
 
 _FIRST, _SECOND = 5, 7
+# Tokens that the second and the third of three documents take over from the one before them.
+_SHARED = (4, 7)
 
 
 @contextmanager
 def attention_of(model: Any, name: str) -> Iterator[None]:
     """Let `model` attend through the function registered as `name` for a while."""
     previous = model.config._attn_implementation
+    if name == previous:
+        yield
+        return
     model.set_attn_implementation(name)
     try:
         yield
@@ -57,7 +62,58 @@ def packing_reason(model: Any, attention: str) -> str | None:
                 two = _packed(backbone, other, second, marked=True)
         except Exception as error:  # whatever a model makes of a packed row is the reason
             return f"its forward fails on a packed row ({type(error).__name__}: {error})"
-    return _difference(alone, one, two, _rounding(model))
+    return _difference(torch.cat(alone, dim=1), one, two, _FIRST, _rounding(model))
+
+
+@torch.no_grad()
+def sharing_reason(model: Any, attention: str) -> str | None:
+    """Why documents do not come out right that begin with tokens of others; None if they do.
+
+    `model` is a `PreTrainedModel` whose weights are here and whose packed rows are right.
+    """
+    backbone = model.base_model
+    with undisturbed(model):
+        try:
+            ends, others, first = _documents(model)
+            second = torch.cat([first[:, : _SHARED[0]], ends], dim=1)
+            third = torch.cat([second[:, : _SHARED[1]], others[:, :2]], dim=1)
+            parts = [first, second, third]
+            with attention_of(model, attention):
+                starts = (0, *_SHARED)
+                alone = [
+                    _hidden(backbone, ids)[:, start:]
+                    for ids, start in zip(parts, starts, strict=True)
+                ]
+                one = _shared(backbone, parts)
+                # of the first document, tokens that the others do not begin with
+                parts[0] = torch.cat([first[:, : _SHARED[0]], others[:, 2:]], dim=1)
+                two = _shared(backbone, parts)
+        except Exception as error:  # whatever a model makes of such a row is the reason
+            return f"its forward fails on shared prefixes ({type(error).__name__}: {error})"
+    return _difference(torch.cat(alone, dim=1), one, two, _SECOND, _rounding(model))
+
+
+def _shared(backbone: Any, parts: list[Tensor]) -> Tensor:
+    """Three documents in a row, the second and third without what they take over."""
+    starts = (0, *_SHARED)
+    own = [ids[:, start:] for ids, start in zip(parts, starts, strict=True)]
+    positions = [
+        torch.arange(start, ids.size(1), device=ids.device)
+        for ids, start in zip(parts, starts, strict=True)
+    ]
+    prefixes = [[ids.size(1), max(0, i - 1), starts[i]] for i, ids in enumerate(own)]
+    lengths = torch.tensor([0, *(ids.size(1) for ids in own)], device=own[0].device)
+    ends = lengths.cumsum(0).to(torch.int32)
+    return _hidden(
+        backbone,
+        torch.cat(own, dim=1),
+        position_ids=torch.cat(positions).unsqueeze(0),
+        cu_seq_lens_q=ends,
+        cu_seq_lens_k=ends,
+        max_length_q=_SECOND,
+        max_length_k=_SECOND,
+        shared_prefixes=torch.tensor(prefixes),
+    )
 
 
 def _rounding(model: Any) -> float:
@@ -71,9 +127,9 @@ def _rounding(model: Any) -> float:
 def _documents(model: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Ids [1, n] of a first document, of another first one, and of a second."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.vocab_size
-    config = model.config  # not every config has all three
-    special: set[int | None] = set()
+    config = model.config.get_text_config()
+    vocabulary = config.vocab_size
+    special: set[int | None] = set()  # not every config has all three
     for name in ("pad", "bos", "eos"):
         ids = getattr(config, f"{name}_token_id", None)
         special.update(ids if isinstance(ids, list) else [ids])
@@ -108,11 +164,11 @@ def _packed(backbone: Any, first: Tensor, second: Tensor, *, marked: bool) -> Te
     return _hidden(backbone, ids, position_ids=positions.unsqueeze(0), **marks)
 
 
-def _difference(alone: list[Tensor], one: Tensor, two: Tensor, eps: float) -> str | None:
-    wanted = torch.cat(alone, dim=1)
+def _difference(wanted: Tensor, one: Tensor, two: Tensor, first: int, eps: float) -> str | None:
+    """What is wrong with row `one`; `two` is another in its `first` tokens only."""
     if one.shape != wanted.shape or two.shape != wanted.shape:
         return f"a packed row comes out as {tuple(one.shape)}, not as {tuple(wanted.shape)}"
-    leak = _distance(two[:, _FIRST:], one[:, _FIRST:])
+    leak = _distance(two[:, first:], one[:, first:])
     if not leak <= eps**0.75:
         return f"a document changes by {leak:.1e} with the one packed before it"
     error = _distance(one, wanted)
