@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lowpeak.models import FusedCausalLMOutput
 
+from .prompt_sharing import SharedPrefix, choose_prefixes, prefix_facts
+
 IGNORE_INDEX = -100
 # Arguments that say nothing of single tokens; a call with any other is left padded.
 _ROW_ARGUMENTS = frozenset({"output_router_logits", "return_dict", "use_cache"})
@@ -27,8 +29,11 @@ class PackedRow:
     Args:
         arguments: of the backbone: input_ids, position_ids [1, T] that restart in each document,
             cu_seq_lens_q and cu_seq_lens_k [documents + 1] int32, max_length_q and max_length_k.
+            With shared prompts also shared_prefixes [documents, 3], and documents that begin with
+            tokens of earlier ones hold the others only: their positions go on behind those.
         labels: [1, T], -100 at the first token of each document, which nothing predicts.
-        places: [T] int64, where in the flattened batch each token was.
+        places: [T] int64, where in the flattened batch each token was. A shared token is where it
+            was computed, and has no label elsewhere.
         padded_labels: [B, S] as the caller gave them.
     """
 
@@ -75,21 +80,24 @@ class PaddingFree:
     def __init__(self) -> None:
         self._on = False
         self._multiple: int | None = None
+        self._share = False
 
-    def switch(self, on: bool, multiple: int | None = None) -> None:
+    def switch(self, on: bool, multiple: int | None = None, share_prompts: bool = False) -> None:
         """Switch packing on or off.
 
         Args:
             multiple: the packed row is filled up to a multiple of this many tokens, the filling
                 being a document of its own without labels; None for no filling. A call for router
                 logits is never filled, since the load-balancing loss counts every token.
+            share_prompts: compute once what rows begin with alike; but for router logits, for the
+                same reason. Needs an attention that takes `shared_prefixes`.
 
         Raises:
             ValueError: for a `multiple` below 1.
         """
         if multiple is not None and multiple < 1:
             raise ValueError(f"multiple={multiple}: pass a positive number of tokens or None")
-        self._on, self._multiple = on, multiple
+        self._on, self._multiple, self._share = on, multiple, share_prompts
 
     @property
     def on(self) -> bool:
@@ -111,31 +119,51 @@ class PaddingFree:
         starts[:, 0] = real[:, 0]
         # labels of padding, or predicted from it
         orphans = (starts | ~real)[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)
+        facts = real.new_empty(0, dtype=torch.long)
+        if self._share and not arguments.get("output_router_logits"):
+            labelled = (labels[:, 1:] != IGNORE_INDEX).to(real.device)
+            facts = prefix_facts(arguments["input_ids"], real, labelled)
         # shapes below depend on these numbers
-        lengths, breaks, orphan_count = _numbers(real, starts, orphans)
+        lengths, breaks, orphan_count, known = _numbers(real, starts, orphans, facts)
         if orphan_count or not sum(lengths) or max(breaks) > 1:
             return None
-        return self._pack(arguments, labels, real, [n for n in lengths if n])
+        shared = choose_prefixes(lengths, known) if known else [SharedPrefix()] * len(lengths)
+        return self._pack(arguments, labels, real, lengths, shared)
 
     def _pack(
-        self, arguments: dict[str, Any], labels: Tensor, real: Tensor, lengths: list[int]
+        self,
+        arguments: dict[str, Any],
+        labels: Tensor,
+        real: Tensor,
+        lengths: list[int],
+        shared: list[SharedPrefix],
     ) -> PackedRow:
-        tokens, device = sum(lengths), real.device
+        device = real.device
+        skipped = [prefix.tokens for prefix in shared]
+        documents = _documents(lengths, shared)
+        tokens = sum(lengths) - sum(skipped)
+        if any(skipped):
+            order = real.cumsum(1, dtype=torch.int32)
+            real = real & (order > torch.tensor(skipped, device=device).unsqueeze(1))
         places = real.reshape(-1).nonzero().squeeze(1)
         ids = arguments["input_ids"].reshape(-1).index_select(0, places)
         fill = 0
         if self._multiple is not None and not arguments.get("output_router_logits"):
             fill = -tokens % self._multiple
-        documents = [*lengths, fill] if fill else lengths
-        ends = torch.tensor([0, *documents], device=device).cumsum(0)
+        if fill:
+            documents.append((fill, 0, 0))
+        own = [count for count, _, _ in documents]
+        ends = torch.tensor([0, *own], device=device).cumsum(0)
         positions = torch.arange(tokens + fill, device=device)
-        begins = ends[:-1].repeat_interleave(
-            torch.tensor(documents, device=device), output_size=tokens + fill
+        before = torch.tensor([count for _, _, count in documents], device=device)
+        begins = (ends[:-1] - before).repeat_interleave(
+            torch.tensor(own, device=device), output_size=tokens + fill
         )
         row_labels = labels.reshape(-1).index_select(0, places.to(labels.device))
         row_labels = nn.functional.pad(row_labels, (0, fill), value=IGNORE_INDEX)
         row_labels[ends[:-1].to(labels.device)] = IGNORE_INDEX
-        bounds, longest = ends.to(torch.int32), max(documents)
+        bounds, longest = ends.to(torch.int32), max(own)
+        sharing = {"shared_prefixes": torch.tensor(documents)} if any(skipped) else {}
         return PackedRow(
             arguments={
                 **{name: arguments[name] for name in _ROW_ARGUMENTS if name in arguments},
@@ -145,6 +173,7 @@ class PaddingFree:
                 "cu_seq_lens_k": bounds,
                 "max_length_q": longest,
                 "max_length_k": longest,
+                **sharing,
             },
             labels=row_labels.unsqueeze(0),
             places=places,
@@ -152,10 +181,23 @@ class PaddingFree:
         )
 
 
-def _numbers(real: Tensor, starts: Tensor, orphans: Tensor) -> tuple[list[int], list[int], int]:
-    """Tokens of each row, unbroken stretches of tokens of each row, labels at or behind padding."""
-    facts = torch.stack([real.sum(1), starts.sum(1)])
-    count = orphans.sum().reshape(1).to(facts.device)
-    *values, orphan_count = torch.cat([facts.flatten(), count]).tolist()
-    half = len(values) // 2
-    return values[:half], values[half:], orphan_count
+def _documents(lengths: list[int], shared: list[SharedPrefix]) -> list[tuple[int, int, int]]:
+    """Of each row with tokens: its own, the document that it begins like, the tokens it shares."""
+    documents: list[tuple[int, int, int]] = []
+    document_of_row = []
+    for length, prefix in zip(lengths, shared, strict=True):
+        document_of_row.append(len(documents))
+        if length:
+            owner = document_of_row[prefix.owner]
+            documents.append((length - prefix.tokens, owner, prefix.tokens))
+    return documents
+
+
+def _numbers(
+    real: Tensor, starts: Tensor, orphans: Tensor, facts: Tensor
+) -> tuple[list[int], list[int], int, list[int]]:
+    """Tokens and unbroken stretches of each row, labels at or behind padding, and `facts`."""
+    rows = real.size(0)
+    count = orphans.sum().reshape(1).to(real.device)
+    values = torch.cat([real.sum(1), starts.sum(1), count, facts]).tolist()
+    return values[:rows], values[rows : 2 * rows], values[2 * rows], values[2 * rows + 1 :]

@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .documents import Documents
 from .kernels import document_attention
 from .pattern import CausalPattern, lowpeak_mask
+from .shared_prefixes import shared_prefix_attention
 
 NAME = "lowpeak"
 
@@ -39,17 +40,34 @@ def lowpeak_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     position_bias: Tensor | None = None,
+    shared_prefixes: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query [B, Hq, S, D] to key [B, Hkv, S, D]; returns [B, S, Hq, Dv] and None.
 
+    `shared_prefixes` [documents, 3] says how documents begin: see `shared_prefix_attention`.
+
     Raises:
-        ValueError: for attention sinks and a soft cap, which sdpa has not; and for packed rows that
-            only a mask could keep apart, when the mask does not.
+        ValueError: for attention sinks and a soft cap, which sdpa has not; for packed rows that
+            only a mask could keep apart, when the mask does not; and for shared prefixes with
+            anything but causality and a window.
     """
     _refuse(options)
     causal = _is_causal(module, is_causal)
     pattern = attention_mask if isinstance(attention_mask, CausalPattern) else None
+    window = None if pattern is None else pattern.window
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    if shared_prefixes is not None:
+        masked = isinstance(attention_mask, Tensor) or position_bias is not None
+        if masked or dropout > 0 or not causal or query.size(2) != key.size(2):
+            raise ValueError(
+                "shared_prefixes came with a mask, a position bias, a cache, attention without "
+                "causality or dropout in attention: none of them goes with share_prompts=True"
+            )
+        # Its positions do not start again at each document, so that they tell nothing of those.
+        q, k, v = (_tokens(x) for x in (query, key, value))
+        output = shared_prefix_attention(q, k, v, shared_prefixes, window=window, scale=scale)
+        return output.view(query.size(0), query.size(2), *output.shape[1:]), None
     boundaries = None
     if cu_seq_lens_q is not None and causal and not isinstance(attention_mask, Tensor):
         boundaries = _boundaries(cu_seq_lens_q, max_length_q)
@@ -88,8 +106,8 @@ def lowpeak_attention(
         _tokens(key),
         _tokens(value),
         boundaries,
-        window=None if pattern is None else pattern.window,
-        scale=query.size(-1) ** -0.5 if scaling is None else scaling,
+        window=window,
+        scale=scale,
     )
     return output.view(query.size(0), query.size(2), *output.shape[1:]), None
 
