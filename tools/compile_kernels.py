@@ -8,7 +8,8 @@ kernels/ that has kernels lists the variants in use in a constant
         ("fold_kernel", {"logits": "*bf16", "rows": "i32"}, {"BLOCK": 1024, "SOFTCAP": False}, 8),
     ]
 
-with Triton's type names (``*bf16``, ``i64``, ``fp32``). An argument in neither dict is an error,
+with Triton's type names (``*bf16``, ``i64``, ``fp32``), and, where its kernels are launched on some
+targets only, names these in a constant AOT_TARGETS. An argument in neither dict is an error,
 and so is a kernel without a variant, unless another kernel calls it. Pointers count as 16-byte
 aligned, as those of torch's allocators are.
 """
@@ -47,6 +48,7 @@ class Variant:
     signature: dict[str, str]
     constexprs: dict[str, object]
     num_warps: int
+    targets: tuple[str, ...] = tuple(TARGETS)
     target: str = ""
 
 
@@ -80,10 +82,10 @@ def jit_functions(source: str) -> dict[str, set[str]]:
 def listed_variants(modules: Iterable[str]) -> Iterator[Variant]:
     """The variants that the modules list, without a target."""
     for name in modules:
-        for kernel, signature, constexprs, warps in vars(importlib.import_module(name)).get(
-            "AOT_VARIANTS", []
-        ):
-            yield Variant(name, kernel, signature, constexprs, warps)
+        module = vars(importlib.import_module(name))
+        targets = module.get("AOT_TARGETS", tuple(TARGETS))
+        for kernel, signature, constexprs, warps in module.get("AOT_VARIANTS", []):
+            yield Variant(name, kernel, signature, constexprs, warps, targets)
 
 
 def forgotten_kernels(modules: Iterable[str]) -> list[str]:
@@ -142,7 +144,12 @@ def compile_variant(variant: Variant) -> Result:
 
 def compile_all(variants: list[Variant], targets: Iterable[str], processes: int) -> list[Result]:
     """Compile all variants for all targets; results in the order of variants, then targets."""
-    jobs = [replace(variant, target=target) for variant in variants for target in targets]
+    jobs = [
+        replace(variant, target=target)
+        for variant in variants
+        for target in targets
+        if target in variant.targets
+    ]
     # spawn: LLVM's global state does not survive a fork.
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         return list(pool.imap(compile_variant, jobs, chunksize=4))

@@ -1,0 +1,81 @@
+"""The weight gradient summed in halves: kernel, torch twin and a plain float32 sum are one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowpeak.kernels.lm_head_weight_gradient import (
+    accumulate_halves_torch,
+    accumulate_halves_triton,
+    can_accumulate_in_halves,
+)
+
+pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
+
+VOCABULARY, WIDTH, TOKENS = 300, 136, 70
+
+
+def chunks(dtype: torch.dtype, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Tiles whose rows are longer than the vocabulary, with the hidden states beside them."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(count):
+        tile = torch.randn(TOKENS, VOCABULARY + 4, generator=generator).to(device, dtype)
+        hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(device, dtype)
+        made.append((tile[:, :VOCABULARY], hidden))
+    return made
+
+
+def accumulated(
+    accumulate: object, parts: list[tuple[Tensor, Tensor]], factor: Tensor | None = None
+) -> Tensor:
+    assert callable(accumulate)
+    tile, hidden = parts[0]
+    result = torch.empty(VOCABULARY, WIDTH, dtype=tile.dtype, device=tile.device)
+    lower = torch.empty(VOCABULARY, WIDTH, dtype=torch.int16, device=tile.device)
+    for index, (tile, hidden) in enumerate(parts):
+        last = index == len(parts) - 1
+        accumulate(tile, hidden, result, lower, factor, index == 0, last)
+    return result
+
+
+def wanted(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return sum((tile.double().t() @ hidden.double() for tile, hidden in parts), torch.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_twin_loses_no_bit_of_a_float32_sum(dtype: torch.dtype, device: torch.device) -> None:
+    parts = chunks(dtype, device, 4)
+    total = torch.zeros(VOCABULARY, WIDTH, device=device)
+    for tile, hidden in parts:
+        total += tile.t().float() @ hidden.float()
+    assert torch.equal(accumulated(accumulate_halves_torch, parts), total.to(dtype))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_kernel_rounds_the_sum_once(count: int, factor: float | None, device: torch.device) -> None:
+    parts = chunks(torch.float16, device, count)
+    scale = None if factor is None else torch.tensor(factor, device=device)
+    found = accumulated(accumulate_halves_triton, parts, scale)
+    exact = wanted(parts) * (1.0 if factor is None else factor)
+    # half a unit in the last place of each number, and float32's error of a sum near zero
+    bound = exact.abs() * torch.finfo(torch.float16).eps / 2 * 1.01 + 1e-4
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.cuda  # Triton's interpreter multiplies the bits of bfloat16 as integers
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_kernel_rounds_a_bfloat16_sum_once(count: int, device: torch.device) -> None:
+    parts = chunks(torch.bfloat16, device, count)
+    exact = wanted(parts)
+    bound = exact.abs() * torch.finfo(torch.bfloat16).eps / 2 * 1.01 + 1e-4
+    found = accumulated(accumulate_halves_triton, parts)
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+def test_kernel_is_not_asked_for_what_it_cannot_read(device: torch.device) -> None:
+    tile, hidden = chunks(torch.bfloat16, device, 1)[0]
+    odd = torch.randn(TOKENS, VOCABULARY + 5, device=device).to(torch.bfloat16)[:, :VOCABULARY]
+    assert not can_accumulate_in_halves(odd, hidden)
+    assert not can_accumulate_in_halves(tile.float(), hidden.float())
