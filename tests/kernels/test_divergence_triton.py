@@ -32,6 +32,20 @@ def test_many_tiles_and_every_option(beta: float, dtype: torch.dtype, device: to
     assert_exact(pair, backend="triton", scratch_bytes=1 << 15)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_one_pass(beta: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Frozen heads, and expected gradients (not in float16): several blocks of all logits."""
+    pair = make_pair(
+        6, 5000, beta, dtype, device,
+        student_transform=Transform(scale=0.5, softcap=6.0, temperature=0.9),
+    )  # fmt: skip
+    upstream = upstream_for(pair)
+    options = {"backend": "triton", "scratch_bytes": 1 << 19}
+    assert_exact(pair, frozen=("weight", "bias"), **options)
+    assert_exact(pair, expected_grads=upstream * 2, upstream=upstream, **options)
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_a7_masked_columns(beta: float, device: torch.device) -> None:
     pair = make_pair(5, 1000, beta, device=device)

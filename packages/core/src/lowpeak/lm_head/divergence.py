@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import check_head, check_options, check_pair, shared_vocabulary
-from .divergence_ops import divergence_backward, divergence_forward
-from .divergence_rows import assert_divergence_rows, given, select_divergence_rows
+from .checks import (
+    check_head,
+    check_options,
+    check_pair,
+    shared_vocabulary,
+)
+from .divergence_ops import (
+    COUNTER,
+    divergence_backward,
+    divergence_forward,
+    divergence_scale_rows,
+    head_inputs,
+)
+from .divergence_passes import RESULT_NAMES, ROW_NAMES, HeadPair
+from .divergence_plan import one_pass_plan
+from .divergence_rows import (
+    assert_divergence_rows,
+    check_expected_grads,
+    given,
+    select_divergence_rows,
+)
 from .gemm import product_dtype
 from .rows import gathered, placed
+from .tiles import HeadInputs
 from .transform import LogitTransform
 
 _IDENTITY = LogitTransform()
@@ -42,6 +62,7 @@ def fused_divergence(
     teacher_bias: Tensor | None = None,
     student_transform: LogitTransform = _IDENTITY,
     teacher_transform: LogitTransform = _IDENTITY,
+    expected_grads: Tensor | None = None,
     vocabulary: str = "same",
     row_selection: str = "valid",
     scratch_bytes: int | None = None,
@@ -54,8 +75,11 @@ def fused_divergence(
     generalised Jensen-Shannon divergence (Agarwal et al. 2024, arXiv 2306.13649; TRL's
     DistillationTrainer). The gradient flows into the student only.
 
-    The logits of both exist in tiles only, in float32. A KL divergence takes one pass over them, a
-    mixture two; the backward recomputes them.
+    The logits of both exist in tiles only, in float32. A gradient into `student_hidden` alone, as
+    with a frozen head, is made in the forward, up to a factor per token, from a few tokens with all
+    their logits at a time: 6 N V H operations. So are all gradients with `expected_grads`: 8 N V H.
+    Otherwise, and where `scratch_bytes` holds too few tokens for that, the forward makes the values
+    (4 N V H; a mixture 8) and the backward recomputes both heads' logits (8 N V H).
 
     Args:
         student_hidden: [..., Hs], float64, float32, bfloat16 or float16, any strides.
@@ -68,10 +92,20 @@ def fused_divergence(
         teacher_bias: [V], likewise.
         student_transform: scale, soft cap and temperature of the student's logits.
         teacher_transform: those of the teacher's. Distillation at a temperature gives it to both.
+        expected_grads: [...], what d loss / d divergence of each row is going to be, up to one
+            common factor: `mask.float()` for a sum or mean over the tokens. The backward uses the
+            gradients made with it if what comes differs by at most 1e-6 of its largest, after one
+            host synchronisation, else it recomputes them: a wrong expectation costs time, never
+            correctness. After 3 misses in a row it is not looked at again, see
+            `expectation_counts`. Rows where it is 0 take no part in the gradients' products. Not
+            used where the student's weight and bias are frozen, nor in float16.
         vocabulary: "same" demands heads of one size. "shared" compares the first min(Vs, Vt) tokens
             of heads that were padded differently over one tokenizer, both renormalised over them.
         row_selection: as for `fused_lm_head`.
-        scratch_bytes: as for `fused_lm_head`, for the tiles of both heads together.
+        scratch_bytes: as for `fused_lm_head`, for the tiles of both heads together. Casts of whole
+            weights count where a few tokens are held with all their logits. None is 128 MiB on
+            accelerators, 1 GiB there for the latter. With `expected_grads` the student's weight
+            gradient is accumulated in float32, 4 V Hs bytes on top.
         backend: "triton", "torch" or "auto".
 
     Returns:
@@ -87,6 +121,7 @@ def fused_divergence(
     check_head("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_transform)
     check_options(row_selection, scratch_bytes, backend)
     check_pair(student_hidden, teacher_hidden, mask, beta)
+    check_expected_grads(expected_grads, student_hidden)
     size = shared_vocabulary(student_weight, teacher_weight, vocabulary)
     student = _Head.of(student_hidden, student_weight, student_bias, student_transform, size)
     teacher = _Head.of(teacher_hidden, teacher_weight, teacher_bias, teacher_transform, size)
@@ -99,14 +134,21 @@ def fused_divergence(
         student_temperature=student.temperature, teacher_temperature=teacher.temperature
     )
     biases = given(student_bias=student.bias, teacher_bias=teacher.bias)
+    needs = tuple(
+        torch.is_grad_enabled() and x is not None and x.requires_grad for x in student.leaves
+    )
+    expected = _usable(expected_grads, needs, mask)
     rows = valid = inner_mask = None
+    active = mask.numel()
     if row_selection == "all":
         valid = assert_divergence_rows(mask, temperatures, biases, beta)
     elif torch.compiler.is_compiling():
         inner_mask = mask
     else:
-        rows = select_divergence_rows(mask, temperatures, biases, beta)
+        rows, active = select_divergence_rows(mask, temperatures, biases, beta, expected)
         student, teacher = student.selected(rows), teacher.selected(rows)
+        expected = None if expected is None else gathered(expected, rows)
+    plan, needs = _one_pass(student, teacher, float(beta), expected, needs, scratch_bytes, backend)
 
     divergence, entropy, *_ = _FusedDivergence.apply(  # type: ignore[no-untyped-call]  # torch's
         *student.tensors,
@@ -117,12 +159,53 @@ def fused_divergence(
         teacher.dtype,
         inner_mask,
         float(beta),
+        expected,
+        active,
+        plan,
+        needs,
         scratch_bytes,
         backend,
     )
     return DivergenceOutput(
         placed(divergence, rows, valid, shape), placed(entropy, rows, valid, shape)
     )
+
+
+def _usable(expected: Tensor | None, needs: Sequence[bool], mask: Tensor) -> Tensor | None:
+    """The expected gradients [N], 0 where masked; None where they cannot help."""
+    # under the compiler the count of misses would be a constant to compile for
+    tried = torch.compiler.is_compiling() or COUNTER.worth_trying
+    if expected is None or not (needs[1] or needs[2]) or not tried:
+        return None
+    dtype = torch.promote_types(expected.dtype, torch.float32)
+    return torch.where(mask != 0, expected.detach().reshape(-1).to(dtype), 0.0)
+
+
+def _one_pass(
+    student: _Head,
+    teacher: _Head,
+    beta: float,
+    expected: Tensor | None,
+    needs: tuple[bool, ...],
+    scratch_bytes: int | None,
+    backend: str,
+) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """(rows, columns) of the pass that holds whole rows of logits, and the gradients it makes.
+
+    () is none. A mixture takes it for its values alone, too: 4 N V H operations instead of 8.
+    """
+    pair = HeadPair(student.inputs, teacher.inputs, beta)
+    triton = pair.use_triton(backend)
+    nothing = (False, False, False)
+    wanted = nothing if expected is None and (needs[1] or needs[2]) else needs
+    attempts = [wanted] if any(wanted) else []
+    if 0.0 < beta < 1.0:
+        attempts.append(nothing)
+    for gradients in attempts:
+        plan = one_pass_plan(pair, gradients, scratch_bytes, triton)
+        if plan is not None:
+            return (plan.rows, plan.columns), gradients
+    return (), nothing
 
 
 @dataclass(frozen=True)
@@ -164,6 +247,16 @@ class _Head:
         """What the operators take as a list."""
         return self.hidden, self.weight, self.bias, self.temperature
 
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What may need a gradient."""
+        return self.hidden, self.weight, self.bias
+
+    @property
+    def inputs(self) -> HeadInputs:
+        """What the passes take."""
+        return head_inputs(self.tensors, self.transform, self.dtype)
+
     def selected(self, rows: Tensor | None) -> _Head:
         """The head over some of the rows; None is all of them."""
         temperature = self.temperature
@@ -194,6 +287,10 @@ class _FusedDivergence(torch.autograd.Function):
         teacher_dtype: torch.dtype,
         mask: Tensor | None,
         beta: float,
+        expected: Tensor | None,
+        active: int,
+        one_pass: tuple[int, ...],
+        needs: tuple[bool, ...],
         scratch_bytes: int | None,
         backend: str,
     ) -> tuple[Tensor, ...]:
@@ -205,19 +302,40 @@ class _FusedDivergence(torch.autograd.Function):
         ctx.beta = beta
         ctx.where = (scratch_bytes, backend)
         results = divergence_forward(
-            *student, *ctx.student, teacher, *ctx.teacher, mask, beta, scratch_bytes, backend
+            *student,
+            *ctx.student,
+            teacher,
+            *ctx.teacher,
+            mask,
+            beta,
+            expected,
+            active,
+            one_pass,
+            needs,
+            scratch_bytes,
+            backend,
         )
-        _, *constant = results
-        ctx.save_for_backward(*student, *teacher, mask, *results[2:])
+        constant, made = results[1 : len(RESULT_NAMES)], results[len(RESULT_NAMES) :]
+        ctx.scales_rows = needs[0] and expected is None
+        if ctx.scales_rows:
+            ctx.hidden_dtype = student_hidden.dtype
+            ctx.save_for_backward(*made)
+        else:
+            ctx.save_for_backward(*student, *teacher, mask, expected, *constant[1:], *made)
         ctx.mark_non_differentiable(*constant)
-        return tuple(results)
+        return tuple(results[: len(RESULT_NAMES)])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
+        others = (None,) * 17
         if upstream[0] is None:
-            return (None,) * 16
+            return (None, None, None, *others)
         tensors = ctx.saved_tensors
+        if ctx.scales_rows:
+            hidden = divergence_scale_rows(tensors[0], upstream[0], ctx.hidden_dtype)
+            return (hidden, None, None, *others)
+        rows = 10 + len(ROW_NAMES)
         gradients = divergence_backward(
             *tensors[:4],
             *ctx.student,
@@ -225,10 +343,12 @@ class _FusedDivergence(torch.autograd.Function):
             *ctx.teacher,
             tensors[8],
             ctx.beta,
-            tensors[9:],
+            tensors[10:rows],
+            tensors[9],
+            tensors[rows:],
             upstream[0],
             *needs,
             *ctx.where,
         )
         remaining = iter(gradients)
-        return (*(next(remaining) if need else None for need in needs), *(None,) * 13)
+        return (*(next(remaining) if need else None for need in needs), *others)

@@ -23,6 +23,7 @@ from .statistics import power_of_two
 from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost, use_triton
 
 ROW_NAMES = ("student_centre", "student_log_sum", "teacher_centre", "teacher_log_sum", "mean")
+RESULT_NAMES = ("divergence", "student_entropy", *ROW_NAMES)
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,11 @@ def run_divergence_forward(
         for block in walk.blocks():
             for part, part_sums in zip(walk.parts, sums, strict=True):
                 fold(*walk.tiles(block, part), part_sums, pair.divergence)
-    results = _normalizers(statistics)
+    results = normalizers_of(statistics)
     if pair.divergence == Divergence.MIXTURE:
         results |= _mixture(pair, walk, results, backend)
     else:
-        results |= _kl_divergence(pair, statistics, results)
+        results |= kl_divergence(pair.divergence, statistics, results)
     return results
 
 
@@ -152,7 +153,7 @@ def _mixture(
     """The second pass of a mixture."""
     from_teacher = torch.zeros_like(results["student_centre"])
     from_student = torch.zeros_like(from_teacher)
-    normalizers = _pair_normalizers(results)
+    normalizers = pair_normalizers(results)
     if walk is not None:
         sums = [
             (normalizers.rows(first, last), from_teacher[first:last], from_student[first:last])
@@ -167,20 +168,21 @@ def _mixture(
     return {"divergence": divergence.clamp_(min=0.0), "mean": from_student}
 
 
-def _kl_divergence(
-    pair: HeadPair, statistics: PairStatistics, results: Mapping[str, Tensor]
+def kl_divergence(
+    divergence: Divergence, statistics: PairStatistics, results: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A KL divergence from the sums of the only pass; rounding cannot make it negative."""
     excess = results["student_log_sum"] - results["teacher_log_sum"]
-    if pair.divergence == Divergence.FORWARD_KL:
-        divergence = statistics.gap / statistics.teacher_sum + excess
+    if divergence == Divergence.FORWARD_KL:
+        value = statistics.gap / statistics.teacher_sum + excess
     else:
-        divergence = -(statistics.gap / statistics.student_sum + excess)
-    divergence = divergence.clamp_(min=0.0)
-    return {"divergence": divergence, "mean": divergence}
+        value = -(statistics.gap / statistics.student_sum + excess)
+    value = value.clamp_(min=0.0)
+    return {"divergence": value, "mean": value}
 
 
-def _normalizers(statistics: PairStatistics) -> dict[str, Tensor]:
+def normalizers_of(statistics: PairStatistics) -> dict[str, Tensor]:
+    """student_entropy and both heads' normalisers from the sums over the whole vocabulary."""
     student_log_sum = statistics.student_sum.log()
     entropy = student_log_sum - statistics.student_centred / statistics.student_sum
     return {
@@ -192,7 +194,8 @@ def _normalizers(statistics: PairStatistics) -> dict[str, Tensor]:
     }
 
 
-def _pair_normalizers(results: Mapping[str, Tensor]) -> PairNormalizers:
+def pair_normalizers(results: Mapping[str, Tensor]) -> PairNormalizers:
+    """Those of `normalizers_of` as the kernels take them."""
     return PairNormalizers(**{name: results[name] for name in ROW_NAMES if name != "mean"})
 
 
@@ -213,7 +216,9 @@ def run_divergence_backward(
     scale = upstream * (1 - pair.beta) if mixture else upstream
     power = None
     if student.compute_dtype == torch.float16 and student.hidden.size(0):
-        scale, power = _normalise(scale, _logit_bound(pair, results["mean"]) * student.slope)
+        scale, power = normalise(
+            scale, logit_bound(pair.divergence, results["mean"]) * student.slope
+        )
     gradients = HeadGradients(student, needs, power)
     if student.hidden.size(0) == 0:
         return gradients.zeros()
@@ -221,7 +226,7 @@ def run_divergence_backward(
     gradient_of = divergence_gradient_triton if triton else divergence_gradient_torch
     walk = _PairWalk(pair, gradients.plan(triton, scratch_bytes, pair.teacher_cost(triton)))
     buffer = walk.student.gradient_buffer()
-    normalizers = _pair_normalizers(results)
+    normalizers = pair_normalizers(results)
     rows = [
         (normalizers.rows(first, last), scale[first:last], results["mean"][first:last])
         for first, last in ((part.first, part.last) for part in walk.parts)
@@ -239,18 +244,18 @@ def run_divergence_backward(
     return gradients.finish()
 
 
-def _logit_bound(pair: HeadPair, mean: Tensor) -> Tensor:
+def logit_bound(divergence: Divergence, mean: Tensor) -> Tensor:
     """A bound [N] of the gradient of a logit for an upstream gradient of 1.
 
     |q_j - p_j| <= 1; and |q_j (log q_j - log p_j)| <= KL(q || p) + 1, since the terms of the other
     tokens are at least q - p each. The same holds for m in place of p.
     """
-    if pair.divergence == Divergence.FORWARD_KL:
+    if divergence == Divergence.FORWARD_KL:
         return torch.ones_like(mean)
     return 2 * mean + 1
 
 
-def _normalise(scale: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+def normalise(scale: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     """`scale` divided by a power of two for float16 gradients of logits, and that power."""
     power = power_of_two((scale * bound).abs().amax())
     return scale / power, power

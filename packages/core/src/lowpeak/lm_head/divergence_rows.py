@@ -17,28 +17,59 @@ def given(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: x for name, x in tensors.items() if x is not None}
 
 
-def select_divergence_rows(
-    mask: Tensor, temperatures: Mapping[str, Tensor], biases: Mapping[str, Tensor], beta: float
-) -> Tensor | None:
-    """Indices of the rows where `mask` [N] is not 0, int64; None when all rows count.
+def check_expected_grads(expected: Tensor | None, rows: Tensor) -> None:
+    """Check the expected gradients of the rows of `rows` [..., H].
 
-    `temperatures` [N] and `biases` [V] by argument name, those that are given.
+    Raises:
+        TypeError, ValueError: for another type, dtype, shape or device.
+    """
+    if expected is None:
+        return
+    if not isinstance(expected, Tensor):
+        raise TypeError(f"expected_grads is {expected!r}: pass a tensor or None")
+    if not expected.is_floating_point():
+        raise TypeError(f"expected_grads has dtype {expected.dtype}: pass a floating-point one")
+    if expected.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"expected_grads has shape {tuple(expected.shape)}: pass {tuple(rows.shape[:-1])}, "
+            "one for each row"
+        )
+    if expected.device != rows.device:
+        raise ValueError(f"expected_grads is on {expected.device} and the rows on {rows.device}")
+
+
+def select_divergence_rows(
+    mask: Tensor,
+    temperatures: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor],
+    beta: float,
+    expected: Tensor | None = None,
+) -> tuple[Tensor | None, int]:
+    """Indices of the rows where `mask` [N] is not 0, int64, and how many of them are active.
+
+    Rows whose `expected` gradient [N] is 0 are not; they come last. None stands for all rows in
+    their own order. `temperatures` [N] and `biases` [V] by argument name, those that are given.
 
     Raises:
         ValueError: for a temperature that is not positive in a row that counts, a bias that masks
             every token, or a KL divergence that is infinite.
     """
     if mask.numel() == 0:
-        return None
+        return None, 0
     valid = mask != 0
+    wanted = valid if expected is None else valid & (expected != 0)
     checks = _checks(valid, temperatures, biases, beta)
-    count, *passed = torch.stack(
-        [valid.sum(), *(check.long() for check in checks.values())]
+    count, active, *passed = torch.stack(
+        [valid.sum(), wanted.sum(), *(check.long() for check in checks.values())]
     ).tolist()
     for message, fine in zip(checks, passed, strict=True):
         if count and not fine:
             raise ValueError(message)
-    return None if count == mask.numel() else positions(valid, count)
+    if active not in (0, count):
+        return torch.cat(
+            [positions(wanted, active), positions(valid & ~wanted, count - active)]
+        ), active
+    return None if count == mask.numel() else positions(valid, count), active
 
 
 def assert_divergence_rows(
