@@ -20,33 +20,55 @@ def run_forward(
 
     `targets` [N] int64 in [0, V).
     """
-    folded = Folded(
+    sums = empty_statistics(inputs, names)
+    fold_tiles(inputs, targets, sums, folded_for(names), scratch_bytes, backend)
+    return finish_statistics(sums, inputs.weight.size(0), names)
+
+
+def folded_for(names: tuple[str, ...]) -> Folded:
+    """What to fold for some outputs."""
+    return Folded(
         entropy="entropy" in names,
         squares="log_sum_sq_probs" in names,
         mean="mean_logits" in names,
         top1="is_top1" in names,
     )
-    rows = inputs.hidden.size(0)
-    sums = RowStatistics.empty(rows, folded, inputs.statistics_dtype, inputs.hidden.device)
-    if rows:
-        triton = use_triton(backend, inputs)
-        fold = fold_tile_triton if triton else fold_tile_torch
-        cost = tile_cost(inputs, triton, backward=False, weight_block=False)
-        walk = TileWalk(inputs, head_plan(inputs, "forward", cost, scratch_bytes))
-        # sliced once: slicing anew for every tile would cost more than launching its kernels
-        parts = [
-            (
-                first,
-                last,
-                targets[first:last],
-                slice_or_none(inputs.temperature, first, last),
-                sums.rows(first, last),
-            )
-            for first, last in walk.row_blocks()
-        ]
-        for start, end, block in walk.vocabulary_blocks():
-            bias = slice_or_none(inputs.bias, start, end)
-            for first, last, wanted, temperature, part in parts:
-                logits = walk.logits(first, last, block)
-                fold(logits, bias, wanted, temperature, part, start, inputs.transform, folded)
-    return finish_statistics(sums, inputs.weight.size(0), names)
+
+
+def empty_statistics(inputs: HeadInputs, names: tuple[str, ...]) -> RowStatistics:
+    """Statistics of the inputs' rows before any logit."""
+    rows, device = inputs.hidden.size(0), inputs.hidden.device
+    return RowStatistics.empty(rows, folded_for(names), inputs.statistics_dtype, device)
+
+
+def fold_tiles(
+    inputs: HeadInputs,
+    targets: Tensor,
+    sums: RowStatistics,
+    folded: Folded,
+    scratch_bytes: int | None,
+    backend: str,
+) -> None:
+    """Fold all logits into the empty `sums`, in place."""
+    if not inputs.hidden.size(0):
+        return
+    triton = use_triton(backend, inputs)
+    fold = fold_tile_triton if triton else fold_tile_torch
+    cost = tile_cost(inputs, triton, backward=False, weight_block=False)
+    walk = TileWalk(inputs, head_plan(inputs, "forward", cost, scratch_bytes))
+    # sliced once: slicing anew for every tile would cost more than launching its kernels
+    parts = [
+        (
+            first,
+            last,
+            targets[first:last],
+            slice_or_none(inputs.temperature, first, last),
+            sums.rows(first, last),
+        )
+        for first, last in walk.row_blocks()
+    ]
+    for start, end, block in walk.vocabulary_blocks():
+        bias = slice_or_none(inputs.bias, start, end)
+        for first, last, wanted, temperature, part in parts:
+            logits = walk.logits(first, last, block)
+            fold(logits, bias, wanted, temperature, part, start, inputs.transform, folded)

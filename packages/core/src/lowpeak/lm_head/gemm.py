@@ -26,6 +26,13 @@ def has_wide_output(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def expects_wide_output(device: torch.device, dtype: torch.dtype) -> bool:
+    """`has_wide_output`, or a safe guess while a compiler traces and nothing can be run."""
+    if torch.compiler.is_compiling():
+        return device.type == "cuda" and torch.version.hip is None and dtype != torch.float64
+    return has_wide_output(device, dtype)
+
+
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype of hidden @ weight.T: autocast's, or the wider of both where there is none."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.logit_transform import TileTransform
 from .checks import check_arguments
+from .chunks import single_pass_serves
+from .function import FusedLMHead, HeadCall
 from .gemm import product_dtype
-from .ops import (
-    DIFFERENTIABLE_NAMES,
-    SAVED_NAMES,
-    lm_head_backward,
-    lm_head_forward,
-    output_flags,
-    result_names,
-)
+from .ops import output_flags, result_names
 from .output import LMHeadOutput
 from .rows import assert_rows, placed, select_rows
+from .tiles import HeadInputs, use_triton
 from .transform import LogitTransform
 
 _IDENTITY = LogitTransform()
@@ -94,100 +90,36 @@ def fused_lm_head(
     elif torch.compiler.is_compiling():
         inner_ignore = ignore_index
     else:
-        rows = select_rows(flat_targets, vocabulary, ignore_index, rows_temperature, bias)
+        rows, _ = select_rows(flat_targets, vocabulary, ignore_index, rows_temperature, bias)
         if rows is not None:
             flat_hidden = flat_hidden.index_select(0, rows)
             flat_targets = flat_targets.index_select(0, rows)
             if rows_temperature is not None:
                 rows_temperature = rows_temperature.index_select(0, rows)
 
-    values = _FusedLMHead.apply(  # type: ignore[no-untyped-call]  # torch has no type for it
-        flat_hidden,
-        weight,
-        bias,
-        flat_targets,
-        rows_temperature,
-        float(transform.scale),
-        float(transform.softcap or 0.0),
-        float(temperature),
+    transform_constants = (float(transform.scale), float(transform.softcap or 0.0), temperature)
+    keep = (False, False, False)
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    if torch.is_grad_enabled() and hidden.requires_grad and frozen and "log_probs" in names:
+        inputs = HeadInputs(flat_hidden, weight, bias, None, TileTransform(), compute_dtype)
+        needs = (True, False, False)
+        if single_pass_serves(inputs, needs, use_triton(backend, inputs), "frozen", scratch_bytes):
+            keep = needs
+    call = HeadCall(
+        *transform_constants,
         compute_dtype,
         inner_ignore,
         output_flags(names),
+        keep,
+        None,
+        row_selection == "valid",
         scratch_bytes,
         backend,
     )
-    by_name = dict(zip(result_names(output_flags(names)), values, strict=True))
+    values = FusedLMHead.apply(  # type: ignore[no-untyped-call]  # torch has no type for it
+        flat_hidden, weight, bias, flat_targets, rows_temperature, None, call
+    )
+    by_name = dict(zip(result_names(call.outputs), values, strict=False))
     return LMHeadOutput(
         **{name: placed(by_name[name], rows, valid, shape) for name in names},
     )
-
-
-class _FusedLMHead(torch.autograd.Function):
-    """The inner operators with a derivative; every row's target is valid or `ignore_index`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature_rows: Tensor | None,
-        scale: float,
-        softcap: float,
-        temperature: float,
-        compute_dtype: torch.dtype,
-        ignore_index: int | None,
-        outputs: int,
-        scratch_bytes: int | None,
-        backend: str,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        transform = (scale, softcap, temperature, compute_dtype, ignore_index)
-        results = lm_head_forward(
-            hidden,
-            weight,
-            bias,
-            targets,
-            temperature_rows,
-            *transform,
-            outputs,
-            scratch_bytes,
-            backend,
-        )
-        names = result_names(outputs)
-        by_name = dict(zip(names, results, strict=True))
-        ctx.save_for_backward(
-            hidden,
-            weight,
-            bias,
-            targets,
-            temperature_rows,
-            *(by_name.get(name) for name in SAVED_NAMES),
-        )
-        ctx.names = names
-        ctx.transform = transform
-        ctx.where = (scratch_bytes, backend)
-        constant = ("centre", "sum_exp", "is_top1")
-        ctx.mark_non_differentiable(*(by_name[name] for name in constant if name in by_name))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature_rows, *saved = ctx.saved_tensors
-        by_name = dict(zip(ctx.names, upstream, strict=True))
-        needs = ctx.needs_input_grad[:3]
-        gradients = lm_head_backward(
-            hidden,
-            weight,
-            bias,
-            targets,
-            temperature_rows,
-            saved,
-            [by_name.get(name) for name in DIFFERENTIABLE_NAMES],
-            *ctx.transform,
-            *needs,
-            *ctx.where,
-        )
-        remaining = iter(gradients)
-        return (*(next(remaining) if need else None for need in needs), *(None,) * 10)

@@ -1,4 +1,4 @@
-"""The two inner operators: fixed schemas, opaque to the compiler, opaque to autograd.
+"""The inner operators: fixed schemas, opaque to the compiler, opaque to autograd.
 
 With `ignore_index` given they select the rows themselves, which keeps every shape static for
 torch.compile; eager callers select beforehand and save fewer hidden rows for the backward.
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
 from .backward import run_backward
-from .forward import run_forward
-from .output import OUTPUT_NAMES
+from .chunks import kept_dtypes
+from .output import DIFFERENTIABLE_NAMES, OUTPUT_NAMES
+from .passes import HeadRows, run_head
 from .refusals import double_backward_error
-from .rows import gathered, scattered, select_rows
+from .rows import gathered, nonzero_rows, scattered
 from .statistics import row_coefficients
 from .tiles import HeadInputs
 
 SAVED_NAMES = ("log_probs", "centre", "sum_exp", "entropy", "log_sum_sq_probs")
-DIFFERENTIABLE_NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "log_normalizer")
 
 
 def result_names(outputs: int) -> tuple[str, ...]:
@@ -48,17 +48,29 @@ def lm_head_forward(
     compute_dtype: torch.dtype,
     ignore_index: int | None,
     outputs: int,
+    keep: Sequence[bool],
+    expected: Sequence[Tensor | None],
+    active: int | None,
     scratch_bytes: int | None,
     backend: str,
 ) -> list[Tensor]:
-    """Statistics of hidden [N, H], one [N] tensor for each of `result_names(outputs)`."""
+    """Statistics of hidden [N, H], one [N] tensor for each of `result_names(outputs)`.
+
+    Then the gradients of hidden, weight and bias that `keep` asks for: for the `expected` upstream
+    gradients [N] of DIFFERENTIABLE_NAMES, zero but for the first `active` rows; or, where the list
+    is empty, the gradient of hidden for log_probs gradients of 1.
+    """
     transform = TileTransform(scale, softcap, temperature)
     inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
-    rows, inputs, targets = _selected(inputs, targets, ignore_index)
+    rows = HeadRows.of(inputs, targets, _named(expected, compute_dtype), ignore_index, active)
     names = result_names(outputs)
+    needs = (keep[0], keep[1], keep[2])
     with torch.autocast(hidden.device.type, enabled=False):
-        results = run_forward(inputs, targets, names, scratch_bytes, backend)
-    return [scattered(results[name], rows, hidden.size(0)) for name in names]
+        results, kept = run_head(rows, names, needs, scratch_bytes, backend)
+    total = hidden.size(0)
+    if keep[0]:
+        kept[0] = scattered(kept[0], rows.active_places, total)
+    return [*(scattered(results[name], rows.places, total) for name in names), *kept]
 
 
 @lm_head_forward.register_fake
@@ -74,14 +86,24 @@ def _(
     compute_dtype: torch.dtype,
     ignore_index: int | None,
     outputs: int,
+    keep: Sequence[bool],
+    expected: Sequence[Tensor | None],
+    active: int | None,
     scratch_bytes: int | None,
     backend: str,
 ) -> list[Tensor]:
     dtype = torch.promote_types(compute_dtype, torch.float32)
-    return [
+    results = [
         hidden.new_empty(hidden.size(0), dtype=torch.bool if name == "is_top1" else dtype)
         for name in result_names(outputs)
     ]
+    height = hidden.size(0) if active is None or ignore_index is not None else active
+    shapes = ((height, hidden.size(1)), tuple(weight.shape), (weight.size(0),))
+    dtypes = kept_dtypes(hidden.dtype, compute_dtype)
+    for wanted, shape, kind in zip(keep, shapes, dtypes, strict=True):
+        if wanted:
+            results.append(hidden.new_empty(shape, dtype=kind))
+    return results
 
 
 @torch.library.custom_op("lowpeak::lm_head_backward", mutates_args=())
@@ -98,6 +120,7 @@ def lm_head_backward(
     temperature: float,
     compute_dtype: torch.dtype,
     ignore_index: int | None,
+    skip_zero_rows: bool,
     needs_hidden: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -107,32 +130,33 @@ def lm_head_backward(
     """Gradients of hidden, weight and bias, those that are needed, in this order.
 
     `saved` follows SAVED_NAMES, `upstream` DIFFERENTIABLE_NAMES; both hold [N] tensors or None.
+    `skip_zero_rows`: rows without an upstream gradient cost nothing, and one host synchronisation.
     """
     transform = TileTransform(scale, softcap, temperature)
     inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
-    rows, inputs, targets = _selected(inputs, targets, ignore_index)
-    dtype = inputs.statistics_dtype
+    rows = HeadRows.of(inputs, targets, {}, ignore_index, None)
+    places = rows.places
+    gradients = {name: gathered(x, places) for name, x in _named(upstream, compute_dtype).items()}
+    if skip_zero_rows:
+        busy = nonzero_rows(gradients)
+        if busy is not None:
+            rows = rows.selected(busy)
+            gradients = {name: x.index_select(0, busy) for name, x in gradients.items()}
+            places = rows.places
     statistics = {
-        name: gathered(x, rows) for name, x in zip(SAVED_NAMES, saved, strict=True) if x is not None
-    }
-    gradients = {
-        name: gathered(x, rows).to(dtype).contiguous()
-        for name, x in zip(DIFFERENTIABLE_NAMES, upstream, strict=True)
+        name: gathered(x, places)
+        for name, x in zip(SAVED_NAMES, saved, strict=True)
         if x is not None
     }
+    gradients = {name: x.contiguous() for name, x in gradients.items()}
     needs = (needs_hidden, needs_weight, needs_bias)
     with torch.autocast(hidden.device.type, enabled=False):
         coefficients = row_coefficients(statistics, gradients, weight.size(0))
         grad_hidden, grad_weight, grad_bias = run_backward(
-            inputs,
-            targets,
-            coefficients,
-            needs,
-            scratch_bytes,
-            backend,
+            rows.inputs, rows.targets, coefficients, needs, scratch_bytes, backend
         )
     if grad_hidden is not None:
-        grad_hidden = scattered(grad_hidden, rows, hidden.size(0))
+        grad_hidden = scattered(grad_hidden, places, hidden.size(0))
     return [x for x in (grad_hidden, grad_weight, grad_bias) if x is not None]
 
 
@@ -150,6 +174,7 @@ def _(
     temperature: float,
     compute_dtype: torch.dtype,
     ignore_index: int | None,
+    skip_zero_rows: bool,
     needs_hidden: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -163,13 +188,8 @@ def _(
 lm_head_backward.register_autograd(double_backward_error("fused_lm_head"))
 
 
-def _selected(
-    inputs: HeadInputs, targets: Tensor, ignore_index: int | None
-) -> tuple[Tensor | None, HeadInputs, Tensor]:
-    """The rows that count (None: all), and the inputs and targets cut down to them."""
-    rows = None
-    if ignore_index is not None:
-        rows = select_rows(
-            targets, inputs.weight.size(0), ignore_index, inputs.temperature, inputs.bias
-        )
-    return rows, inputs.selected(rows), gathered(targets, rows).contiguous()
+def _named(values: Sequence[Tensor | None], compute_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Gradients of DIFFERENTIABLE_NAMES by name, in the statistics' dtype."""
+    dtype = torch.promote_types(compute_dtype, torch.float32)
+    names = zip(DIFFERENTIABLE_NAMES, values, strict=False)  # an empty list names none
+    return {name: x.to(dtype) for name, x in names if x is not None}

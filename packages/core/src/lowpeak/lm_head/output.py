@@ -14,6 +14,7 @@ OUTPUT_NAMES = (
     "log_normalizer",
     "is_top1",
 )
+DIFFERENTIABLE_NAMES = OUTPUT_NAMES[:-1]
 
 
 class LMHeadOutput(NamedTuple):

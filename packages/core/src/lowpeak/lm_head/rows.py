@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,11 @@ def select_rows(
     ignore_index: int,
     temperature: Tensor | None,
     bias: Tensor | None,
-) -> Tensor | None:
+    busy: Tensor | None = None,
+) -> tuple[Tensor | None, int]:
     """Indices of the rows whose target is not `ignore_index`, int64; None when all rows count.
+
+    And how many of them are `busy` [N] bool (None: all): those come first.
 
     Raises:
         IndexError: for a target that is neither `ignore_index` nor in [0, vocabulary).
@@ -21,18 +26,19 @@ def select_rows(
             masks every token.
     """
     if targets.numel() == 0:
-        return None
+        return None, 0
     valid = targets != ignore_index
     bad_target = valid & ((targets < 0) | (targets >= vocabulary))
     place = bad_target.to(torch.uint8).argmax(dim=0, keepdim=True)
     # index_select: targets[place] would read the index on the host
     found = targets.index_select(0, place)
-    facts = [valid.sum(), bad_target.sum(), place.squeeze(0), found.squeeze(0)]
+    busy = valid if busy is None else valid & busy
+    facts = [valid.sum(), busy.sum(), bad_target.sum(), place.squeeze(0), found.squeeze(0)]
     if temperature is not None:
         facts.append((valid & ~(temperature > 0)).sum())
     if bias is not None:
         facts.append((bias > -float("inf")).any().long())
-    count, bad, where, value, *rest = torch.stack(facts).tolist()
+    count, active, bad, where, value, *rest = torch.stack(facts).tolist()
     if bad:
         raise IndexError(
             f"targets[{where}] (flattened) is {value}, neither ignore_index={ignore_index} nor in "
@@ -42,9 +48,27 @@ def select_rows(
         raise ValueError("temperature must be positive in every row that is not ignored")
     if bias is not None and count and not rest.pop():
         raise ValueError("bias is -inf everywhere: no token of the vocabulary has a finite logit")
-    if count == targets.numel():
+    if active == count:
+        return (None if count == targets.numel() else positions(valid, count)), active
+    idle = positions(valid & ~busy, count - active)
+    return torch.cat([positions(busy, active), idle]), active
+
+
+def nonzero(values: Mapping[str, Tensor]) -> Tensor:
+    """Whether any of the [N] tensors is not 0 in a row; NaN is not."""
+    return torch.stack([x != 0 for x in values.values()]).any(0)
+
+
+def nonzero_rows(values: Mapping[str, Tensor]) -> Tensor | None:
+    """Indices of the rows where any of the [N] tensors is not 0, None when all are.
+
+    One host synchronisation.
+    """
+    if not values:
         return None
-    return positions(valid, count)
+    busy = nonzero(values)
+    count = int(busy.sum())
+    return None if count == busy.numel() else positions(busy, count)
 
 
 def positions(valid: Tensor, count: int) -> Tensor:

@@ -44,6 +44,11 @@ class HeadInputs:
             temperature=temperature,
         )
 
+    def rows(self, start: int, end: int) -> HeadInputs:
+        """The inputs of rows [start, end), as views."""
+        temperature = slice_or_none(self.temperature, start, end)
+        return replace(self, hidden=self.hidden[start:end], temperature=temperature)
+
     @property
     def statistics_dtype(self) -> torch.dtype:
         """float64 for float64 products, float32 otherwise."""

@@ -1,0 +1,111 @@
+"""Which rows the inner operators work on, and which pass serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .chunks import kept_dtypes
+from .forward import run_forward
+from .rows import gathered, nonzero, select_rows
+from .single_pass import ExpectedSource, Needs, TargetSource, run_single_pass
+from .tiles import HeadInputs
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows that count, those with an expected gradient first.
+
+    `places`: where they are among all rows; None is everywhere. `expected`: gradients [n] by
+    output, empty for none. `active`: how many rows have one that is not zero.
+    """
+
+    inputs: HeadInputs
+    targets: Tensor
+    places: Tensor | None
+    expected: Mapping[str, Tensor]
+    active: int
+
+    @classmethod
+    def of(
+        cls,
+        inputs: HeadInputs,
+        targets: Tensor,
+        expected: Mapping[str, Tensor],
+        ignore_index: int | None,
+        active: int | None,
+    ) -> HeadRows:
+        """All rows, or with an `ignore_index` those that it leaves, `active` of them first."""
+        places = None
+        if ignore_index is not None:
+            busy = nonzero(expected) if expected else None
+            places, active = select_rows(
+                targets,
+                inputs.weight.size(0),
+                ignore_index,
+                inputs.temperature,
+                inputs.bias,
+                busy,
+            )
+            expected = {name: gathered(x, places) for name, x in expected.items()}
+        targets = gathered(targets, places).contiguous()
+        if active is None:
+            active = targets.size(0)
+        return cls(inputs.selected(places), targets, places, expected, active)
+
+    def selected(self, rows: Tensor) -> HeadRows:
+        """Some of these rows."""
+        places = rows if self.places is None else self.places.index_select(0, rows)
+        targets = self.targets.index_select(0, rows)
+        return HeadRows(self.inputs.selected(rows), targets, places, {}, rows.size(0))
+
+    @property
+    def active_places(self) -> Tensor | None:
+        """Where the active rows are."""
+        return None if self.places is None else self.places[: self.active]
+
+
+def run_head(
+    rows: HeadRows,
+    names: tuple[str, ...],
+    needs: Needs,
+    scratch_bytes: int | None,
+    backend: str,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The outputs `names` of each row, and the gradients that are needed, in their kept dtypes."""
+    inputs, expected = rows.inputs, rows.expected
+    if not any(needs):
+        return run_forward(inputs, rows.targets, names, scratch_bytes, backend), []
+    if not rows.active:
+        results = run_forward(inputs, rows.targets, names, scratch_bytes, backend)
+        return results, _zeros(inputs, needs)
+    source: TargetSource | ExpectedSource
+    if not expected:
+        source = TargetSource.unit(inputs, rows.active, backend)
+    elif tuple(expected) == ("log_probs",) and inputs.compute_dtype != torch.float16:
+        source = TargetSource(inputs, expected["log_probs"], None, backend)
+    else:
+
+        def expect(_: Mapping[str, Tensor], first: int, last: int) -> Mapping[str, Tensor]:
+            return {name: x[first:last] for name, x in expected.items()}
+
+        source = ExpectedSource(inputs, names, expect)
+    phase = "expected" if expected else "frozen"
+    return run_single_pass(
+        inputs, rows.targets, names, source, needs, rows.active, phase, scratch_bytes, backend
+    )
+
+
+def _zeros(inputs: HeadInputs, needs: Needs) -> list[Tensor]:
+    """Kept gradients when no row has any."""
+    width, vocabulary = inputs.weight.size(1), inputs.weight.size(0)
+    shapes = ((0, width), (vocabulary, width), (vocabulary,))
+    dtypes = kept_dtypes(inputs.hidden.dtype, inputs.compute_dtype)
+    return [
+        inputs.weight.new_zeros(shape, dtype=dtype)
+        for need, shape, dtype in zip(needs, shapes, dtypes, strict=True)
+        if need
+    ]

@@ -1,0 +1,201 @@
+"""One pass over chunks of rows with all of the vocabulary: statistics, then gradients in place.
+
+Once a chunk's logits are folded, its softmax is known, and the logits that are still there turn
+into their own gradient: nothing is recomputed. The upstream gradients must be known beforehand, up
+to a factor: 1 for each log-probability where the weight is frozen (the backward scales the rows),
+the caller's expectation otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.lm_head_fold import RowStatistics, fold_tile_torch, fold_tile_triton
+from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
+from ..kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
+from .chunks import chunk_cost, kept_dtypes
+from .forward import empty_statistics, fold_tiles, folded_for
+from .gemm import add_product, product_into
+from .planner import plan_chunk
+from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
+from .tiles import HeadInputs, TileWalk, use_triton
+
+Needs = tuple[bool, bool, bool]
+# outputs of rows [first, last) and these bounds -> expected gradients of those rows
+Expect = Callable[[Mapping[str, Tensor], int, int], Mapping[str, Tensor]]
+
+
+class CoefficientSource(Protocol):
+    """Knows the upstream gradients of each row."""
+
+    def __call__(
+        self, sums: RowStatistics, first: int, last: int
+    ) -> tuple[RowCoefficients, Tensor | None]:
+        """Coefficients of rows [first, last), whose `sums` are complete, and what they were
+        divided by (float16)."""
+
+
+class TargetSource:
+    """Only log_probs has a gradient, `target` [N], known beforehand."""
+
+    def __init__(self, inputs: HeadInputs, target: Tensor, power: Tensor | None, backend: str):
+        self._power = power
+        triton = use_triton(backend, inputs)
+        self._fill = target_coefficients_triton if triton else target_coefficients_torch
+        zeros = torch.zeros_like(target)
+        self._rows = RowCoefficients(
+            centre=torch.empty_like(target),
+            inverse_sum=torch.empty_like(target),
+            log_sum=zeros,  # not read: it belongs to log_linear
+            linear=zeros,
+            target=target,
+            target_rest=torch.empty_like(target),
+            log_linear=None,
+            square=None,
+            constant=None,
+        )
+
+    @classmethod
+    def unit(cls, inputs: HeadInputs, rows: int, backend: str) -> TargetSource:
+        """A gradient of 1 for every row."""
+        power = None
+        dtype, device = inputs.statistics_dtype, inputs.hidden.device
+        target = torch.ones(rows, dtype=dtype, device=device)
+        if inputs.compute_dtype == torch.float16:
+            power = power_of_two((target * inputs.slope).abs().amax())
+            target = target / power
+        return cls(inputs, target, power, backend)
+
+    def __call__(
+        self, sums: RowStatistics, first: int, last: int
+    ) -> tuple[RowCoefficients, Tensor | None]:
+        rows = self._rows.rows(first, last)
+        self._fill(sums, rows)
+        return rows, self._power
+
+
+class ExpectedSource:
+    """Gradients of any outputs, asked for when a chunk's own outputs are known."""
+
+    def __init__(self, inputs: HeadInputs, names: tuple[str, ...], expect: Expect) -> None:
+        self._inputs = inputs
+        self._names = names
+        self._expect = expect
+
+    def __call__(
+        self, sums: RowStatistics, first: int, last: int
+    ) -> tuple[RowCoefficients, Tensor | None]:
+        vocabulary = self._inputs.weight.size(0)
+        outputs = finish_statistics(sums, vocabulary, self._names)
+        expected = self._expect(outputs, first, last)
+        coefficients = row_coefficients(outputs, expected, vocabulary)
+        if self._inputs.compute_dtype != torch.float16:
+            return coefficients, None
+        return normalise(coefficients, self._inputs.rows(first, last).slope)
+
+
+def run_single_pass(
+    inputs: HeadInputs,
+    targets: Tensor,
+    names: tuple[str, ...],
+    source: CoefficientSource,
+    needs: Needs,
+    active: int,
+    phase: str,
+    scratch_bytes: int | None,
+    backend: str,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The outputs `names` of each row [N], and the gradients that are needed.
+
+    The gradients are those of hidden [active, H], weight [V, H] and bias [V]; only the first
+    `active` > 0 rows have one. Their dtypes are those that `kept_dtypes` names.
+    """
+    triton = use_triton(backend, inputs)
+    fold = fold_tile_triton if triton else _fold_copy
+    gradient_of = gradient_tile_triton if triton else gradient_tile_torch
+    folded = folded_for(names)
+    sums = empty_statistics(inputs, names)
+    busy = inputs.rows(0, active)
+    cost = chunk_cost(inputs, needs, triton, accumulate=scratch_bytes is not None)
+    device = inputs.hidden.device.type
+    plan = plan_chunk(phase, active, inputs.weight.size(0), cost, device, scratch_bytes)
+    walk = TileWalk(busy, plan)
+    buffer = walk.gradient_buffer()
+    gradients = ChunkGradients(busy, needs)
+    for _, _, weight in walk.vocabulary_blocks():  # a single one
+        for first, last in walk.row_blocks():
+            part, rows = sums.rows(first, last), busy.rows(first, last)
+            logits = walk.logits(first, last, weight)
+            common = (busy.bias, targets[first:last], rows.temperature)
+            fold(logits, *common, part, 0, busy.transform, folded)
+            coefficients, power = source(part, first, last)
+            tile = walk.gradient_tile(buffer, logits)
+            gradient_of(logits, *common, coefficients, 0, busy.transform, tile)
+            gradients.add(tile, first, last, weight, walk.hidden[first:last], power)
+    kept = gradients.finish()
+    total = inputs.hidden.size(0)
+    if active < total:
+        del walk, buffer
+        rest = (inputs.rows(active, total), targets[active:], sums.rows(active, total))
+        fold_tiles(*rest, folded, scratch_bytes, backend)
+    return finish_statistics(sums, inputs.weight.size(0), names), kept
+
+
+def _fold_copy(tile: Tensor, *arguments: object) -> None:
+    """The torch twin destroys its tile, which the gradient still needs."""
+    fold_tile_torch(tile.clone(), *arguments)  # type: ignore[arg-type]
+
+
+class ChunkGradients:
+    """The gradients that are needed while chunks of rows are added to them, in order."""
+
+    def __init__(self, inputs: HeadInputs, needs: Needs) -> None:
+        hidden, weight = inputs.hidden, inputs.weight
+        self._dtype = inputs.statistics_dtype
+        self._power: Tensor | None = None
+        self._hidden = self._weight = self._bias = None
+        if needs[0]:
+            dtype, *_ = kept_dtypes(hidden.dtype, inputs.compute_dtype)
+            self._hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
+        if needs[1]:
+            self._weight = torch.empty(weight.shape, dtype=self._dtype, device=weight.device)
+        if needs[2]:
+            self._bias = torch.zeros(weight.size(0), dtype=self._dtype, device=weight.device)
+
+    def add(
+        self,
+        tile: Tensor,
+        first: int,
+        last: int,
+        weight: Tensor,
+        hidden: Tensor,
+        power: Tensor | None,
+    ) -> None:
+        """Add a chunk's gradient of logits [c, V], divided by `power`."""
+        if self._hidden is not None:
+            rows = self._hidden[first:last]
+            product_into(rows, tile, weight)
+            if power is not None:
+                rows.mul_(power)
+        if power is not None and self._power is not None:  # the sums move to the new unit
+            for sums in (self._weight, self._bias):
+                if sums is not None and first:
+                    sums.mul_(self._power / power)
+        self._power = power
+        if self._weight is not None:
+            write = add_product if first else product_into
+            write(self._weight, tile.t(), hidden)
+        if self._bias is not None:
+            self._bias += tile.sum(0, dtype=self._dtype)
+
+    def finish(self) -> list[Tensor]:
+        """The gradients."""
+        if self._power is not None:
+            for sums in (self._weight, self._bias):
+                if sums is not None:
+                    sums.mul_(self._power)
+        return [x for x in (self._hidden, self._weight, self._bias) if x is not None]
