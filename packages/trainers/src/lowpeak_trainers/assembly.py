@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+from lowpeak.attention import why_no_shared_prefixes
 from lowpeak.config import MemoryConfig
 from lowpeak.pretrained import pretrained_model
 
 from .attention import choose_trainer_attention
-from .compatibility import REWARD_MODULE
+from .compatibility import DISTILLATION_MODULE, REWARD_MODULE
 from .fused_forward import HeadFromConfig, report_no_head, why_head_is_off
 from .packed_scores import PackedScores
 from .padding_free import PaddingFree
@@ -19,12 +20,19 @@ from .removed_options import TrainerConfig
 from .seam import SEAMS, heads_from, trl_modules_of
 
 
+class RowOptions(NamedTuple):
+    """How batches become rows; see `TrainerConfig`."""
+
+    padding_free: bool | None = None
+    share_prompts: bool = False
+
+
 @contextmanager
 def equipped(
     trainer: Any,
     layout: PaddingFree,
     settings: Callable[[], MemoryConfig],
-    padding_free: Callable[[], bool | None],
+    wanted: Callable[[], RowOptions],
     given: tuple[Sequence[Any], Mapping[str, Any]],
 ) -> Iterator[None]:
     """Around `__init__` of `trainer`: heads from lowpeak, then its attention and its layout.
@@ -33,7 +41,7 @@ def equipped(
         trainer: an instance of a class for which `trl_modules_of` finds something.
         layout: that of the batches of the model it trains, and of its reference model.
         settings: asked for once the trainer has its arguments.
-        padding_free: likewise.
+        wanted: likewise.
         given: the arguments of `__init__`.
     """
     modules, owner = trl_modules_of(type(trainer)), type(trainer).__name__
@@ -49,7 +57,9 @@ def equipped(
         report_no_head(owner, config)
     choice = choose_trainer_attention(trainer, config)
     unable = _scoring(trainer, layout) if scores else (lambda: why_head_forbids_packing(config))
-    switch_padding_free(layout, owner, trainer.args, padding_free(), choice, unable)
+    options = wanted()
+    sharing = (lambda: _why_not_shared(trainer)) if options.share_prompts else None
+    switch_padding_free(layout, owner, trainer.args, options.padding_free, choice, unable, sharing)
 
 
 def why_head_forbids_packing(config: MemoryConfig) -> str | None:
@@ -58,9 +68,25 @@ def why_head_forbids_packing(config: MemoryConfig) -> str | None:
     return None if off is None else f"{off}, since TRL's own head takes padded batches only"
 
 
-def padding_free_of(args: Any) -> bool | None:
-    """The option of lowpeak; TRL's of the same name means another thing."""
-    return args.padding_free if isinstance(args, TrainerConfig) else None
+def row_options_of(args: Any) -> RowOptions:
+    """The options of lowpeak; TRL's padding_free means another thing."""
+    if isinstance(args, TrainerConfig):
+        return RowOptions(args.padding_free, args.share_prompts)
+    return RowOptions()
+
+
+def _why_not_shared(trainer: Any) -> str | None:
+    """What keeps the models of `trainer` from rows with shared prompts, or None."""
+    if DISTILLATION_MODULE in trl_modules_of(type(trainer)):
+        return "its batches hold each prompt once"
+    unwrap = trainer.accelerator.unwrap_model
+    with trainer.accelerator.autocast():
+        reason = why_no_shared_prefixes(pretrained_model(unwrap(trainer.model)))
+        reference = vars(trainer).get("ref_model")
+        if reason is None and reference is not None:
+            reason = why_no_shared_prefixes(pretrained_model(unwrap(reference)))
+            return None if reason is None else f"in the reference model, {reason}"
+    return reason
 
 
 def _scoring(trainer: Any, layout: PaddingFree) -> Callable[[], str | None]:

@@ -19,7 +19,7 @@ from lowpeak import LogitTransform, fused_divergence
 from lowpeak.config import MemoryConfig
 from lowpeak.models import SplitCausalLM
 
-from .assembly import padding_free_of, why_head_forbids_packing
+from .assembly import row_options_of, why_head_forbids_packing
 from .attention import choose_teacher_attention
 from .fused_forward import why_head_is_off
 from .mixin import LowpeakMixin
@@ -119,7 +119,7 @@ class DistillationMixin(LowpeakMixin):
             self._teacher_layout,
             f"the teacher of {type(self).__name__}",
             self.args,
-            padding_free_of(self.args),
+            row_options_of(self.args).padding_free,
             choose_teacher_attention(self, config),
             lambda: why_head_forbids_packing(config),
         )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lowpeak.config import MemoryConfig
 
-from .assembly import equipped, padding_free_of
+from .assembly import RowOptions, equipped, row_options_of
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
 from .padding_free import PaddingFree
@@ -63,7 +63,7 @@ class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
             self,
             self._layout,
             self._memory_config,
-            lambda: padding_free_of(self.args),
+            lambda: row_options_of(self.args),
             (args, kwargs),
         ):
             super().__init__(*args, **kwargs)
@@ -74,7 +74,10 @@ class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
 
 @contextmanager
 def enabled(
-    config: MemoryConfig | None = None, *, padding_free: bool | None = None
+    config: MemoryConfig | None = None,
+    *,
+    padding_free: bool | None = None,
+    share_prompts: bool = False,
 ) -> Iterator[None]:
     """Let stock SFT, DPO, KTO, GRPO, RLOO and reward trainers of TRL built inside use lowpeak.
 
@@ -87,19 +90,21 @@ def enabled(
         config: the settings of them all.
         padding_free: as in `lowpeak_trainers.SFTConfig`, for them all; the option that TRL has of
             this name stays TRL's.
+        share_prompts: as there.
 
     Raises:
-        ValueError: where a trainer is built that `padding_free=True` or a name in `config` does not
-            serve.
+        ValueError: where a trainer is built that `padding_free=True`, `share_prompts=True` or a
+            name in `config` does not serve.
     """
     settings = MemoryConfig() if config is None else config
+    options = RowOptions(padding_free, share_prompts)
 
     def build(trainer: Any, init: Callable[..., None], args: Any, kwargs: dict[str, Any]) -> None:
         if isinstance(trainer, LowpeakMixin):
             init(*args, **kwargs)
             return
         layout = PaddingFree()
-        with equipped(trainer, layout, lambda: settings, lambda: padding_free, (args, kwargs)):
+        with equipped(trainer, layout, lambda: settings, lambda: options, (args, kwargs)):
             init(*args, **kwargs)
 
     with trainers_from(build):

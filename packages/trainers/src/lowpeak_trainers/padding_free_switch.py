@@ -44,15 +44,18 @@ def switch_padding_free(
     flag: bool | None,
     attention: AttentionChoice,
     unable: Callable[[], str | None],
+    sharing: Callable[[], str | None] | None = None,
 ) -> None:
     """Switch `layout` on if `flag` and the model's attention allow it; log why.
 
     `args` are those of the trainer, `flag` is its padding_free. `unable` says what else keeps the
-    model of `owner` from packed rows, or None; it is asked where nothing else does.
+    model of `owner` from packed rows, or None; it is asked where nothing else does. `sharing` is
+    given where share_prompts=True, and says likewise what keeps its models from shared prompts.
 
     Raises:
         ValueError: where padding_free=True was asked for, and the attention lets the documents of
-            a packed row see each other or needs a mask for it, or the model is unable.
+            a packed row see each other or needs a mask for it, or the model is unable; where
+            prompts were to be shared and cannot be.
     """
     refusal = _refusal(flag, attention) or unable()
     if flag and refusal is not None and "padding_free" not in disabled_techniques():
@@ -61,11 +64,27 @@ def switch_padding_free(
             "pads where it must"
         )
     multiple = vars(args).get("pad_to_multiple_of")
-    layout.switch(refusal is None, multiple if isinstance(multiple, int) else None)
+    multiple = multiple if isinstance(multiple, int) else None
+    share = sharing is not None and "padding_free" not in disabled_techniques()
+    if sharing is not None and share:
+        _require_sharing(owner, refusal, sharing)
+    layout.switch(refusal is None, multiple, share)
     if refusal is None:
         logger.info("padding-free: on in %s, with attention %r", owner, attention.name)
     else:
         logger.info("padding-free: off in %s, by %s", owner, refusal)
+    if share:
+        logger.info("shared prompts: on in %s", owner)
+
+
+def _require_sharing(owner: str, refusal: str | None, sharing: Callable[[], str | None]) -> None:
+    reason = sharing() if refusal is None else f"its batches are padded, by {refusal}"
+    if reason is not None:
+        raise ValueError(
+            f"share_prompts=True does not serve {owner}: {reason}. It needs padding-free batches "
+            "and attention 'lowpeak', which padding_free=None and attention=None choose where they "
+            "serve the model: leave those to lowpeak, or set share_prompts=False"
+        )
 
 
 def _refusal(flag: bool | None, attention: AttentionChoice) -> str | None:

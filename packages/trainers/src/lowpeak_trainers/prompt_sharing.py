@@ -51,7 +51,8 @@ def prefix_facts(ids: Tensor, real: Tensor, labelled: Tensor) -> Tensor:
     aligned = ids.gather(1, (columns + starts.unsqueeze(1)).clamp_(max=length - 1))
     common = []
     step = max(1, _SCRATCH_BYTES // (rows * length))
-    for some in aligned.split(step):
+    for start in range(0, rows, step):
+        some = aligned[start : start + step]
         differ = some.unsqueeze(1) != aligned
         first = differ.view(torch.uint8).argmax(-1)  # of equal values the first
         common.append(torch.where(differ.any(-1), first, length))

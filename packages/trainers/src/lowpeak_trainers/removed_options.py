@@ -64,7 +64,8 @@ REMEDIES = {
 class TrainerConfig(MemoryConfig):
     """What comes first in the bases of every config of lowpeak_trainers.
 
-    `padding_free` takes the place of TRL's option of that name, which SFT alone honours.
+    `padding_free` takes the place of TRL's option of that name, which SFT alone honours;
+    `share_prompts` goes with it.
 
     Raises TypeError, naming what to write instead, for an option that older versions of TRL or
     transformers had and the config no longer has.
@@ -77,6 +78,14 @@ class TrainerConfig(MemoryConfig):
             "losses and metrics stay the same. None does so where the model's attention keeps "
             "documents apart without a mask ('lowpeak', flash attention). The environment variable "
             "LOWPEAK_DISABLE=padding_free is the same as False."
+        },
+    )
+    share_prompts: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute once what the sequences of a batch begin with alike: the prompt of a "
+            "DPO pair, of a GRPO or RLOO group. Exact, gradients included. Needs padding-free "
+            "batches and attention 'lowpeak', and raises where a model cannot have them."
         },
     )
 
