@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from lowpeak_bench.step_clock import Schedule, step_clock
 from lowpeak_bench.training_cases import GEMMA_3_1B, Run, build_model, build_trainer
@@ -140,6 +141,33 @@ def test_both_sides_train_alike_and_leave_nothing(tmp_path) -> None:  # type: ig
         assert lowpeak["ratios_to_trl"] == {"seconds": lowpeak["seconds"] / stock["seconds"]}
     gc.collect()
     assert not [one for one in gc.get_objects() if isinstance(one, PreTrainedModel)]
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_a_shared_prompt_is_computed_once_and_trains_alike(
+    method: str, tmp_path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    tokens: list[int] = []
+    forward = Gemma3MLP.forward
+
+    def counted(self: Gemma3MLP, x: torch.Tensor) -> torch.Tensor:
+        tokens.append(x.shape[:-1].numel())
+        return forward(self, x)
+
+    monkeypatch.setattr(Gemma3MLP, "forward", counted)
+    last_layers = {}
+    losses = {}
+    for side in ("trl", "lowpeak", "lowpeak-shared"):
+        arguments = ["--cases", f"{method}-shared-prompt:36", "--sides", side, "--repeats", "1"]
+        (result,) = run_json(arguments, tmp_path / "steps.json")
+        # the last is a layer of the last step, computed again in its backward
+        last_layers[side] = tokens[-1]
+        losses[side] = result["losses"] + result["gradient_norms"]
+    assert last_layers["trl"] == last_layers["lowpeak"] == 8 * 36
+    prompts = 4 if method == "dpo" else 1
+    assert last_layers["lowpeak-shared"] < prompts * 32 + 8 * (4 + 1)
+    assert losses["lowpeak"] == pytest.approx(losses["trl"], rel=1e-5, abs=1e-6)
+    assert losses["lowpeak-shared"] == pytest.approx(losses["trl"], rel=1e-5, abs=1e-6)
 
 
 def test_the_table_has_a_row_a_case() -> None:
