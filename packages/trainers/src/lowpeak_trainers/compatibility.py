@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,21 @@ DISTILLATION_METHODS = {
     "_compute_loss": "self, unwrapped_student, inputs, num_items_in_batch",
     "__init__": "self, model, teacher_model=None, args=None",
 }
+# What lowpeak overrides, or calls, of the trainers in the modules of `trl.experimental`.
+EXPERIMENTAL_METHODS = {
+    "orpo": {
+        "ORPOTrainer": {
+            "concatenated_forward": "self, model, batch",
+            "concatenated_inputs": "batch, is_encoder_decoder=False, padding_value=0, device=None",
+        }
+    },
+    "cpo": {
+        "CPOTrainer": {
+            "concatenated_forward": "self, model, batch",
+            "concatenated_inputs": "batch, is_encoder_decoder=False, padding_value=0, device=None",
+        }
+    },
+}
 
 
 class UnsupportedTrlError(ImportError):
@@ -67,7 +83,27 @@ def check_trl(replacement: Callable[..., Any]) -> None:
         if trainer not in vars(importlib.import_module(name))
     ]
     faults += _output_faults(importlib.import_module("trl.trainer.utils"))
-    faults += _distillation_faults(importlib.import_module(DISTILLATION_MODULE))
+    faults += _method_faults(
+        importlib.import_module(DISTILLATION_MODULE), "DistillationTrainer", DISTILLATION_METHODS
+    )
+    if faults:
+        raise _unsupported(faults)
+
+
+def check_experimental(name: str) -> None:
+    """Raise UnsupportedTrlError unless the module `name` of `trl.experimental` is as lowpeak needs.
+
+    Asked where that module is about to be imported: `import lowpeak_trainers` imports none of them.
+    """
+    full = f"trl.experimental.{name}"
+    if importlib.util.find_spec(full) is None:
+        raise _unsupported([f"there is no {full}"])
+    module = importlib.import_module(full)
+    faults = [
+        fault
+        for trainer, methods in EXPERIMENTAL_METHODS[name].items()
+        for fault in _method_faults(module, trainer, methods)
+    ]
     if faults:
         raise _unsupported(faults)
 
@@ -91,18 +127,18 @@ def _output_faults(utils: ModuleType) -> list[str]:
     return [f"FusedCausalLMOutput has fields unknown to lowpeak: {unknown}"] if unknown else []
 
 
-def _distillation_faults(module: ModuleType) -> list[str]:
-    trainer = vars(module).get("DistillationTrainer")
+def _method_faults(module: ModuleType, name: str, methods: Mapping[str, str]) -> list[str]:
+    trainer = vars(module).get(name)
     if trainer is None:
-        return [f"{module.__name__} has no DistillationTrainer"]
+        return [f"{module.__name__} has no {name}"]
     faults = []
-    for name, wanted in DISTILLATION_METHODS.items():
-        method = getattr(trainer, name, None)
+    for method_name, wanted in methods.items():
+        method = getattr(trainer, method_name, None)
         found = None if method is None else _parameters(method)
         if found is None:
-            faults.append(f"DistillationTrainer has no {name}")
+            faults.append(f"{name} has no {method_name}")
         elif not f"{found}, ".startswith(f"{wanted}, "):
-            faults.append(f"DistillationTrainer.{name} takes ({found}), not ({wanted})")
+            faults.append(f"{name}.{method_name} takes ({found}), not ({wanted})")
     return faults
 
 

@@ -33,7 +33,7 @@ def add_fused_lm_head(
     `model` is the causal LM itself, not its PEFT wrapper. On a model that has such a head already,
     as when one trainer follows another, the new settings replace the old.
     """
-    _install(model, temperature, cast_lm_head_to_fp32, outputs)
+    install_head(model, temperature, cast_lm_head_to_fp32, outputs)
 
 
 check_trl(add_fused_lm_head)
@@ -73,7 +73,7 @@ class HeadFromConfig:
             self._report(reason)
         if reason is None:
             scratch = config.lm_head_scratch_bytes
-            _install(model, temperature, cast_lm_head_to_fp32, outputs, scratch, self._layout)
+            install_head(model, temperature, cast_lm_head_to_fp32, outputs, scratch, self._layout)
         else:
             stock(model, temperature, cast_lm_head_to_fp32, outputs)
 
@@ -107,14 +107,15 @@ def why_head_is_off(config: MemoryConfig) -> str | None:
     return "fused_lm_head=False" if config.fused_lm_head is False else f"{DISABLE_VARIABLE}=head"
 
 
-def _install(
+def install_head(
     model: nn.Module,
-    temperature: float,
-    cast_lm_head_to_fp32: bool,
-    outputs: tuple[str, ...],
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
     scratch_bytes: int | None = None,
     layout: BatchLayout | None = None,
-) -> None:
+) -> FusedForwardHandle:
+    """`install_fused_forward`; a head that lowpeak_trainers gave `model` before is taken off."""
     reference = _handles.pop(model, None)
     previous = None if reference is None else reference()
     if previous is not None:
@@ -128,3 +129,4 @@ def _install(
         layout=layout,
     )
     _handles[model] = ref(handle)
+    return handle

@@ -1,0 +1,107 @@
+"""The mean logit of many positions, from their hidden states.
+
+TRL logs it over every position of a batch, prompts and padding among them, where no other output of
+the head is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowpeak import fused_lm_head
+from lowpeak.models import FusedForwardHandle
+from lowpeak.models.inspection import Head, backbone_names, read_head
+
+
+class HiddenStates:
+    """The hidden states that the backbone of `model` returned last, without gradient."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._by_name: dict[str, Tensor] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record while this is open."""
+        hooks = [
+            self._model.get_submodule(name).register_forward_hook(self._recorder(name))
+            for name in backbone_names(self._model)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def of(self, backbone_name: str) -> Tensor:
+        """What the module of this name returned."""
+        return self._by_name[backbone_name]
+
+    def _recorder(self, name: str) -> Any:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            self._by_name[name] = output.last_hidden_state.detach()
+
+        return record
+
+
+@torch.no_grad()
+def mean_logit(
+    model: Any,
+    handle: FusedForwardHandle,
+    hidden: Tensor,
+    tokens: Tensor,
+    scratch_bytes: int | None,
+) -> Tensor:
+    """Mean, a scalar, over all positions and the whole vocabulary.
+
+    Without a soft cap it is the product of two means, that of the hidden states and that of the
+    rows of the head; else the positions go through the head in tiles.
+
+    Args:
+        model: the causal LM.
+        handle: of its fused forward, which has been called.
+        hidden: [..., H], what its backbone returned.
+        tokens: any of its labels.
+        scratch_bytes: for the tiles.
+    """
+    route, head = handle.fused.route(model, tokens), read_head(model)
+    hidden = hidden.to(head.weight.device)
+    if route.transform is not None and route.transform.softcap is None:
+        mean: Tensor = route.transform.scale * _mean_of_products(hidden, head)
+        return mean
+    head.require_whole_weight()
+    targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
+    names = ("log_probs", "mean_logits")
+    if route.transform is None:
+        scored = route.own_head.statistics(
+            hidden, targets, 1.0, names, scratch_bytes, head.weight.size(0)
+        )
+    else:
+        scored = fused_lm_head(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            transform=route.transform,
+            outputs=names,
+            scratch_bytes=scratch_bytes,
+        )
+    assert scored.mean_logits is not None
+    return scored.mean_logits.mean()
+
+
+def _mean_of_products(hidden: Tensor, head: Head) -> Tensor:
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    positions = tuple(range(hidden.dim() - 1))
+    mean: Tensor = hidden.mean(positions, dtype=dtype) @ _whole(head.weight.mean(0, dtype=dtype))
+    return mean if head.bias is None else mean + _whole(head.bias.mean(dtype=dtype))
+
+
+def _whole(mean: Tensor) -> Tensor:
+    return mean.full_tensor() if isinstance(mean, DTensor) else mean
