@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .expectation import expectation_counter
 from .gemm import add_product, expects_wide_output
 from .planner import TileCost, chunk_fits
-from .tiles import HALF_DTYPES, HeadInputs
+from .tiles import HALF_DTYPES, HeadInputs, use_triton
+
+Needs = tuple[bool, bool, bool]
 
 
 def kept_dtypes(
@@ -23,9 +26,7 @@ def kept_dtypes(
     return hidden if direct else statistics, statistics, statistics
 
 
-def chunk_cost(
-    inputs: HeadInputs, needs: tuple[bool, bool, bool], triton: bool, accumulate: bool
-) -> TileCost:
+def chunk_cost(inputs: HeadInputs, needs: Needs, triton: bool, accumulate: bool) -> TileCost:
     """Scratch bytes per logit, column and row of a chunk.
 
     `accumulate`: count what a float32 gradient of the weight takes above its own dtype.
@@ -54,12 +55,36 @@ def chunk_cost(
     return TileCost(per_logit, per_column, per_row)
 
 
-def single_pass_serves(
+def kept_gradients(
     inputs: HeadInputs,
-    needs: tuple[bool, bool, bool],
-    triton: bool,
-    phase: str,
+    names: tuple[str, ...],
+    expected: bool,
     scratch_bytes: int | None,
+    backend: str,
+) -> tuple[Needs, str]:
+    """Which gradients the forward makes and keeps, and in which phase: "expected", "frozen" or "".
+
+    `expected`: whether the caller expects upstream gradients.
+    """
+    tensors = (inputs.hidden, inputs.weight, inputs.bias)
+    hidden, weight, bias = (x is not None and x.requires_grad for x in tensors)
+    needs = (hidden, weight, bias)
+    nothing = (False, False, False)
+    if not torch.is_grad_enabled() or not any(needs):
+        return nothing, ""
+    triton = use_triton(backend, inputs)
+    # a compiled graph must not depend on the counts
+    believed = torch.compiler.is_compiling() or expectation_counter("fused_lm_head").worth_trying
+    if expected and believed and _serves(inputs, needs, triton, "expected", scratch_bytes):
+        return needs, "expected"
+    frozen = needs == (True, False, False) and "log_probs" in names
+    if frozen and _serves(inputs, needs, triton, "frozen", scratch_bytes):
+        return needs, "frozen"
+    return nothing, ""
+
+
+def _serves(
+    inputs: HeadInputs, needs: Needs, triton: bool, phase: str, scratch_bytes: int | None
 ) -> bool:
     """Whether chunks of rows with all of the vocabulary find room."""
     cost = chunk_cost(inputs, needs, triton, accumulate=scratch_bytes is not None)

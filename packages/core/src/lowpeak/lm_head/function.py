@@ -7,13 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kept_ops import lm_head_unit_backward
+from ..kernels.logit_transform import TileTransform
+from .expected import AskedExpectation
+from .kept_ops import lm_head_expected_backward, lm_head_unit_backward
 from .ops import SAVED_NAMES, lm_head_backward, lm_head_forward, result_names
 from .output import DIFFERENTIABLE_NAMES
+from .single_pass import ExpectedSource, run_single_pass
+from .tiles import HeadInputs
 
 
 class HeadCall(NamedTuple):
-    """What is not a tensor in one call of the head."""
+    """What is not a tensor in one call of the head.
+
+    `expected`: the names of the expected gradients; `active`: how many rows, the first ones, have
+    one that is not zero (None: unknown).
+    """
 
     scale: float
     softcap: float
@@ -22,6 +30,7 @@ class HeadCall(NamedTuple):
     ignore_index: int | None
     outputs: int
     keep: tuple[bool, bool, bool]
+    expected: tuple[str, ...]
     active: int | None
     skip_zero_rows: bool
     scratch_bytes: int | None
@@ -37,7 +46,8 @@ class FusedLMHead(torch.autograd.Function):
     """The head's outputs; every row's target is valid or `ignore_index`.
 
     The forward keeps gradients where `call.keep` says so, and the backward recomputes the logits
-    where what was kept does not serve.
+    where what was kept does not serve. `expected` [k, N] follows `call.expected`; `asked` stands in
+    for it where a function is to be asked.
     """
 
     @staticmethod
@@ -50,24 +60,31 @@ class FusedLMHead(torch.autograd.Function):
         temperature_rows: Tensor | None,
         expected: Tensor | None,
         call: HeadCall,
+        asked: AskedExpectation | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         tensors = (hidden, weight, bias, targets, temperature_rows)
         names = result_names(call.outputs)
-        results = lm_head_forward(
-            *tensors,
-            *call.transform,
-            call.outputs,
-            call.keep,
-            [],
-            call.active,
-            call.scratch_bytes,
-            call.backend,
-        )
+        if asked is not None:
+            results, expected, call = _ask(tensors, call, asked)
+        else:
+            results = lm_head_forward(
+                *tensors,
+                *call.transform,
+                call.outputs,
+                call.keep,
+                _listed(expected, call.expected),
+                call.active,
+                call.scratch_bytes,
+                call.backend,
+            )
         results, kept = results[: len(names)], results[len(names) :]
         by_name = dict(zip(names, results, strict=True))
         saved = [by_name.get(name) for name in SAVED_NAMES]
-        ctx.save_for_backward(*tensors, *saved, *kept)
+        if call.keep[0] and not call.expected and set(names) <= _never_recomputed(call.softcap):
+            ctx.save_for_backward(None, *tensors[1:], *saved, expected, *kept)
+        else:
+            ctx.save_for_backward(*tensors, *saved, expected, *kept)
         ctx.names = names
         ctx.call = call
         ctx.hidden_dtype = hidden.dtype
@@ -78,12 +95,19 @@ class FusedLMHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         everything = ctx.saved_tensors
-        tensors, saved, kept = everything[:5], everything[5:10], everything[10:]
+        tensors, saved, kept = everything[:5], everything[5:10], everything[11:]
         call: HeadCall = ctx.call
         given = dict(zip(ctx.names, upstream, strict=True))
         arriving = {name for name in DIFFERENTIABLE_NAMES if given.get(name) is not None}
         needs = ctx.needs_input_grad[:3]
-        if kept and arriving <= unit_names(call.softcap):
+        ordered = [given.get(name) for name in DIFFERENTIABLE_NAMES]
+        rest = (*call.transform, call.skip_zero_rows, *needs, call.scratch_bytes, call.backend)
+        if call.expected:
+            expected = _listed(everything[10], call.expected)
+            gradients = lm_head_expected_backward(
+                *tensors, saved, ordered, expected, call.keep, kept, *rest
+            )
+        elif kept and arriving <= unit_names(call.softcap):
             gradients = lm_head_unit_backward(
                 kept[0],
                 *tensors[1:],
@@ -96,20 +120,52 @@ class FusedLMHead(torch.autograd.Function):
                 call.ignore_index,
             )
         else:
-            gradients = lm_head_backward(
-                *tensors,
-                saved,
-                [given.get(name) for name in DIFFERENTIABLE_NAMES],
-                *call.transform,
-                call.skip_zero_rows,
-                *needs,
-                call.scratch_bytes,
-                call.backend,
-            )
+            gradients = lm_head_backward(*tensors, saved, ordered, *rest)
         remaining = iter(gradients)
-        return (*(next(remaining) if need else None for need in needs), *(None,) * 4)
+        return (*(next(remaining) if need else None for need in needs), *(None,) * 5)
 
 
 def unit_names(softcap: float) -> set[str]:
     """The outputs whose gradient in hidden follows from that of log_probs without the logits."""
     return {"log_probs"} if softcap else {"log_probs", "mean_logits"}
+
+
+def _never_recomputed(softcap: float) -> set[str]:
+    """Results that cannot make a backward recompute what the forward kept for log_probs."""
+    return unit_names(softcap) | {"centre", "sum_exp", "is_top1"}
+
+
+def _listed(expected: Tensor | None, names: tuple[str, ...]) -> list[Tensor | None]:
+    """Expected gradients as the operators take them: by DIFFERENTIABLE_NAMES, or an empty list."""
+    if expected is None:
+        return []
+    by_name = dict(zip(names, expected.unbind(0), strict=True))
+    return [by_name.get(name) for name in DIFFERENTIABLE_NAMES]
+
+
+def _ask(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None],
+    call: HeadCall,
+    asked: AskedExpectation,
+) -> tuple[list[Tensor], Tensor, HeadCall]:
+    """The operator's forward in Python, since an operator cannot take a function."""
+    hidden, weight, bias, targets, temperature_rows = tensors
+    transform = TileTransform(*call.transform[:3])
+    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, call.compute_dtype)
+    inputs = inputs.selected(None)
+    names = result_names(call.outputs)
+    with torch.autocast(hidden.device.type, enabled=False):
+        results, kept = run_single_pass(
+            inputs,
+            targets.contiguous(),
+            names,
+            ExpectedSource(inputs, names, asked),
+            call.keep,
+            hidden.size(0),
+            "expected",
+            call.scratch_bytes,
+            call.backend,
+        )
+    said = asked.ordered()
+    call = call._replace(expected=tuple(said), active=hidden.size(0))
+    return [*(results[name] for name in names), *kept], torch.stack([*said.values()]), call

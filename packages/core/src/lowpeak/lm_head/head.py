@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
 from .checks import check_arguments
-from .chunks import single_pass_serves
+from .chunks import kept_gradients
+from .expected import AskedExpectation, ExpectedGrads, check_expected
 from .function import FusedLMHead, HeadCall
 from .gemm import product_dtype
 from .ops import output_flags, result_names
 from .output import LMHeadOutput
-from .rows import assert_rows, placed, select_rows
-from .tiles import HeadInputs, use_triton
+from .rows import assert_rows, gathered, placed, select_rows
+from .tiles import HeadInputs
 from .transform import LogitTransform
 
 _IDENTITY = LogitTransform()
@@ -33,12 +34,19 @@ def fused_lm_head(
     row_selection: str = "valid",
     scratch_bytes: int | None = None,
     backend: str = "auto",
+    expected_grads: ExpectedGrads | None = None,
 ) -> LMHeadOutput:
     """Per-token log-probabilities and statistics of a language model's head without its logits.
 
     The logits z = transform(hidden @ weight.T + bias) exist in tiles only. The backward recomputes
     them: 2 N V H operations forward, 2 more for each of recompute, gradient of hidden and gradient
-    of weight. Nothing is computed for an input that needs no gradient.
+    of weight. Nothing is computed for an input that needs no gradient, nor for a row without an
+    upstream gradient.
+
+    Where only `hidden` needs a gradient (a frozen head, as under LoRA), the forward keeps
+    d log_prob / d hidden of each row, N H numbers in the dtype of `hidden` (float32 where the
+    products are in another), and the backward scales the rows: 4 N V H in all. A gradient of
+    entropy, log_sum_sq_probs or log_normalizer still takes the recompute.
 
     Args:
         hidden: [..., H], float64, float32, bfloat16 or float16, any strides.
@@ -57,6 +65,25 @@ def fused_lm_head(
             default by device type. The float32 accumulator of a half-precision gradient of `hidden`
             (4 N H bytes), casts of `hidden` and the results come on top.
         backend: "triton", "torch" or "auto".
+        expected_grads: what d loss / d output of each row will be, up to one common factor, which
+            takes the recompute away: 6 N V H in all, 4 with a frozen weight. A mapping of names
+            among `outputs` to tensors with the shape of `targets`; an output that it does not name
+            is expected to have no gradient. Or a function, called without grad mode for each chunk
+            of rows with an LMHeadOutput of their outputs [c] and their indices [c] in the
+            flattened `targets`, that returns a mapping to tensors [c], the same names every time.
+            The backward accepts the expectation h for the gradients g that arrive when
+            max|g - f h| <= 1e-6 max|g|, with f by least squares over all outputs together, and
+            scales what the forward kept by f; otherwise it recomputes, exactly. So a loss scaled by
+            a gradient scaler, an accumulation or a mean over processes holds, and a wrong
+            expectation costs time and memory, never correctness. After 3 misses in a row
+            expectations are not looked at again until `reset_expectations()`; see
+            `expectation_counts()`. Rows whose expected gradients in a mapping are all exactly zero
+            cost no more than their outputs. Both directions read one number on the host.
+
+            From forward to backward the gradients of hidden (as for a frozen head), weight and bias
+            (float32) are kept. An explicit `scratch_bytes` bounds the chunk and what the float32
+            gradient of the weight takes; where it holds no chunk of all the vocabulary, the
+            expectation is not used.
 
     Returns:
         LMHeadOutput of tensors with the shape of `targets`. All but is_top1 are differentiable in
@@ -70,54 +97,72 @@ def fused_lm_head(
     names = check_arguments(
         hidden, weight, targets, bias, transform, outputs, row_selection, scratch_bytes, backend
     )
+    if expected_grads is not None:
+        check_expected(expected_grads, names, row_selection, targets)
     shape, vocabulary = targets.shape, weight.size(0)
-    flat_targets = targets.reshape(-1)
-    flat_hidden = hidden.reshape(-1, hidden.size(-1))
+    targets = targets.reshape(-1)
+    flat = hidden.reshape(-1, hidden.size(-1))
     compute_dtype = product_dtype(hidden, weight)
     statistics_dtype = torch.promote_types(compute_dtype, torch.float32)
     temperature = transform.temperature
     rows_temperature = None
     if isinstance(temperature, Tensor):
         rows_temperature, temperature = temperature.reshape(-1).to(statistics_dtype), 1.0
+    keep, phase = kept_gradients(
+        HeadInputs(flat, weight, bias, None, TileTransform(), compute_dtype),
+        names,
+        expected_grads is not None,
+        scratch_bytes,
+        backend,
+    )
+    expected: Tensor | None = None
+    expected_names: tuple[str, ...] = ()
+    if phase == "expected" and isinstance(expected_grads, Mapping):
+        expected_names = tuple(name for name in names if name in expected_grads)
+        ordered = [expected_grads[name].detach().reshape(-1) for name in expected_names]
+        expected = torch.stack([x.to(statistics_dtype) for x in ordered])
 
     rows: Tensor | None = None
     valid: Tensor | None = None
+    active: int | None = None
     inner_ignore: int | None = None
     if row_selection == "all":
-        valid, flat_targets = assert_rows(
-            flat_targets, vocabulary, ignore_index, rows_temperature, bias
-        )
+        valid, targets = assert_rows(targets, vocabulary, ignore_index, rows_temperature, bias)
     elif torch.compiler.is_compiling():
         inner_ignore = ignore_index
     else:
-        rows, _ = select_rows(flat_targets, vocabulary, ignore_index, rows_temperature, bias)
-        if rows is not None:
-            flat_hidden = flat_hidden.index_select(0, rows)
-            flat_targets = flat_targets.index_select(0, rows)
-            if rows_temperature is not None:
-                rows_temperature = rows_temperature.index_select(0, rows)
+        busy = None if expected is None else (expected != 0).any(0)
+        checked = (targets, vocabulary, ignore_index, rows_temperature, bias)
+        rows, active = select_rows(*checked, busy)
+        flat, targets = gathered(flat, rows), gathered(targets, rows)
+        if rows_temperature is not None:
+            rows_temperature = gathered(rows_temperature, rows)
+        if expected is not None and rows is not None:
+            expected = expected.index_select(1, rows)
+        if phase == "expected" and not active:  # nothing to keep
+            keep, phase, expected, expected_names = (False, False, False), "", None, ()
 
-    transform_constants = (float(transform.scale), float(transform.softcap or 0.0), temperature)
-    keep = (False, False, False)
-    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-    if torch.is_grad_enabled() and hidden.requires_grad and frozen and "log_probs" in names:
-        inputs = HeadInputs(flat_hidden, weight, bias, None, TileTransform(), compute_dtype)
-        needs = (True, False, False)
-        if single_pass_serves(inputs, needs, use_triton(backend, inputs), "frozen", scratch_bytes):
-            keep = needs
+    asked = None
+    if phase == "expected" and expected is None:
+        assert callable(expected_grads)
+        total = targets.size(0)
+        asked = AskedExpectation(expected_grads, names, rows, total, statistics_dtype)
     call = HeadCall(
-        *transform_constants,
+        float(transform.scale),
+        float(transform.softcap or 0.0),
+        float(temperature),
         compute_dtype,
         inner_ignore,
         output_flags(names),
         keep,
-        None,
+        expected_names,
+        active,
         row_selection == "valid",
         scratch_bytes,
         backend,
     )
     values = FusedLMHead.apply(  # type: ignore[no-untyped-call]  # torch has no type for it
-        flat_hidden, weight, bias, flat_targets, rows_temperature, None, call
+        flat, weight, bias, targets, rows_temperature, expected, call, asked
     )
     by_name = dict(zip(result_names(call.outputs), values, strict=False))
     return LMHeadOutput(

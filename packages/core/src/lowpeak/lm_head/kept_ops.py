@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
 from .chunks import mean_weight
+from .expectation import expectation_counter, judge
+from .ops import lm_head_backward
+from .output import DIFFERENTIABLE_NAMES
 from .refusals import double_backward_error
 from .tiles import HeadInputs
 
@@ -76,3 +81,110 @@ def _column(
     if ignore_index is not None:
         upstream = torch.where(targets == ignore_index, 0.0, upstream)
     return upstream.to(dtype).unsqueeze(1)
+
+
+@torch.library.custom_op("lowpeak::lm_head_expected_backward", mutates_args=())
+def lm_head_expected_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature_rows: Tensor | None,
+    saved: Sequence[Tensor | None],
+    upstream: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    keep: Sequence[bool],
+    kept: Sequence[Tensor],
+    scale: float,
+    softcap: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    ignore_index: int | None,
+    skip_zero_rows: bool,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    scratch_bytes: int | None,
+    backend: str,
+) -> list[Tensor]:
+    """`lm_head_backward` from the gradients that the forward `kept`, where the upstream gradients
+    are a multiple of the `expected` ones; the exact recompute where they are not.
+
+    One host synchronisation. What was kept stays as it is.
+    """
+    statistics = torch.promote_types(compute_dtype, torch.float32)
+    verdict = judge(
+        _named(expected, targets, ignore_index, statistics),
+        _named(upstream, targets, ignore_index, statistics),
+    )
+    if verdict.counts:
+        expectation_counter("fused_lm_head").record(verdict.held)
+    needs = (needs_hidden, needs_weight, needs_bias)
+    if not verdict.held:
+        tensors = (hidden, weight, bias, targets, temperature_rows)
+        transform = (scale, softcap, temperature, compute_dtype, ignore_index)
+        options = (skip_zero_rows, *needs, scratch_bytes, backend)
+        return list(lm_head_backward(*tensors, saved, upstream, *transform, *options))
+    factor = verdict.factor.to(statistics).reshape(1)
+    remaining = iter(kept)
+    results = []
+    for like, was_kept, need in zip((hidden, weight, bias), keep, needs, strict=True):
+        source = next(remaining) if was_kept else None
+        if need and source is not None and like is not None:
+            results.append(_scaled(source, factor, like))
+    return results
+
+
+@lm_head_expected_backward.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature_rows: Tensor | None,
+    saved: Sequence[Tensor | None],
+    upstream: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    keep: Sequence[bool],
+    kept: Sequence[Tensor],
+    scale: float,
+    softcap: float,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    ignore_index: int | None,
+    skip_zero_rows: bool,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    scratch_bytes: int | None,
+    backend: str,
+) -> list[Tensor]:
+    needed = ((hidden, needs_hidden), (weight, needs_weight), (bias, needs_bias))
+    return [x.new_empty(x.shape) for x, need in needed if need and x is not None]
+
+
+lm_head_expected_backward.register_autograd(double_backward_error("fused_lm_head"))
+
+
+def _named(
+    values: Sequence[Tensor | None], targets: Tensor, ignore_index: int | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Gradients by output, 0 in ignored rows."""
+    named = {
+        name: x.to(dtype)
+        for name, x in zip(DIFFERENTIABLE_NAMES, values, strict=True)
+        if x is not None
+    }
+    if ignore_index is None:
+        return named
+    ignored = targets == ignore_index
+    return {name: torch.where(ignored, 0.0, x) for name, x in named.items()}
+
+
+def _scaled(kept: Tensor, factor: Tensor, like: Tensor) -> Tensor:
+    """factor * kept, rounded once to the dtype of `like`; 0 in the rows that kept does not have."""
+    result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    height = kept.size(0)
+    torch.mul(kept, factor, out=result[:height])
+    result[height:].zero_()
+    return result

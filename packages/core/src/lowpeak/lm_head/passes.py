@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chunks import kept_dtypes
+from .chunks import Needs, kept_dtypes
 from .forward import run_forward
 from .rows import gathered, nonzero, select_rows
-from .single_pass import ExpectedSource, Needs, TargetSource, run_single_pass
+from .single_pass import ExpectedSource, TargetSource, run_single_pass
 from .tiles import HeadInputs
 
 

@@ -17,14 +17,13 @@ from torch import Tensor
 from ..kernels.lm_head_fold import RowStatistics, fold_tile_torch, fold_tile_triton
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
-from .chunks import chunk_cost, kept_dtypes
+from .chunks import Needs, chunk_cost, kept_dtypes
 from .forward import empty_statistics, fold_tiles, folded_for
 from .gemm import add_product, product_into
 from .planner import plan_chunk
 from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
 from .tiles import HeadInputs, TileWalk, use_triton
 
-Needs = tuple[bool, bool, bool]
 # outputs of rows [first, last) and these bounds -> expected gradients of those rows
 Expect = Callable[[Mapping[str, Tensor], int, int], Mapping[str, Tensor]]
 
