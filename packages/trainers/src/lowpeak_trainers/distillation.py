@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trl.models import prepare_deepspeed
 from trl.trainer.utils import create_model_from_path
 
-from lowpeak import LogitTransform, fused_divergence
 from lowpeak.config import MemoryConfig
 from lowpeak.models import SplitCausalLM
 
@@ -23,10 +22,10 @@ from .assembly import row_options_of, why_head_forbids_packing
 from .attention import choose_teacher_attention
 from .fused_forward import why_head_is_off
 from .mixin import LowpeakMixin
-from .own_divergence import own_divergence
 from .padding_free import PackedRow, PaddingFree
 from .padding_free_switch import switch_padding_free
 from .removed_options import TrainerConfig
+from .split_divergence import split_divergence
 
 logger = logging.getLogger("lowpeak.trainers")
 
@@ -249,52 +248,18 @@ class DistillationMixin(LowpeakMixin):
         teacher_hidden: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        student_weight, student_bias = student.weight_and_bias()
-        teacher_weight, teacher_bias = teacher.weight_and_bias()
-        device = student_weight.device
-        if teacher_weight.device != device:
-            raise ValueError(
-                f"the student's LM head is on {device}, the teacher's on {teacher_weight.device}: "
-                "place both on one device in their device_map"
-            )
-        student_hidden, teacher_hidden, mask = (
-            x.to(device) for x in (student_hidden, teacher_hidden, mask)
-        )
-        scratch = self._memory_config().lm_head_scratch_bytes
-        shared = isinstance(self.args, DistillationConfig) and self.args.shared_vocabulary
-        if student.transform is None or teacher.transform is None:
-            sizes = {student_weight.size(0), teacher_weight.size(0)}
-            if len(sizes) > 1 and not shared:
-                raise ValueError(f"student and teacher have vocabularies of {sizes} tokens")
-            return own_divergence(
-                student_hidden,
-                student.logits,
-                teacher_hidden,
-                teacher.logits,
-                beta=self.beta,
-                temperature=self.temperature,
-                mask=mask,
-                vocabulary=min(sizes),
-                scratch_bytes=scratch,
-            )
-        result = fused_divergence(
+        return split_divergence(
+            student,
             student_hidden,
-            student_weight,
+            teacher,
             teacher_hidden,
-            teacher_weight,
             beta=self.beta,
+            temperature=self.temperature,
             mask=mask,
-            student_bias=student_bias,
-            teacher_bias=teacher_bias,
-            student_transform=self._at_temperature(student.transform),
-            teacher_transform=self._at_temperature(teacher.transform),
-            vocabulary="shared" if shared else "same",
-            scratch_bytes=scratch,
+            shared_vocabulary=isinstance(self.args, DistillationConfig)
+            and self.args.shared_vocabulary,
+            scratch_bytes=self._memory_config().lm_head_scratch_bytes,
         )
-        return result.divergence, result.student_entropy
-
-    def _at_temperature(self, transform: LogitTransform) -> LogitTransform:
-        return LogitTransform(transform.scale, transform.softcap, self.temperature)
 
     def _split(self, model: Any) -> SplitCausalLM:
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
