@@ -123,7 +123,8 @@ def test_switched_off_by_the_environment(tmp_path, monkeypatch, caplog):
     assert "attention: left as it is in SFTTrainer, by LOWPEAK_DISABLE=attention" in caplog.text
 
 
-def test_packing_that_leaks_is_said(tmp_path, caplog):
+def opt():
+    """Counts positions in the row, so that its documents must not be packed."""
     config = transformers.OPTConfig(
         vocab_size=tiny.VOCABULARY,
         hidden_size=32,
@@ -133,13 +134,128 @@ def test_packing_that_leaks_is_said(tmp_path, caplog):
         max_position_embeddings=64,
         word_embed_proj_dim=32,
         dropout=0.0,
+        init_std=0.3,
         pad_token_id=tiny.PAD,
     )
     torch.manual_seed(0)
-    build(tmp_path, model=transformers.OPTForCausalLM(config), **PACKED)
+    return transformers.OPTForCausalLM(config)
+
+
+def gpt_oss():
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.0,
+        sliding_window=4,
+        initializer_range=0.3,
+        pad_token_id=tiny.PAD,
+        bos_token_id=tiny.BOS,
+        eos_token_id=tiny.EOS,
+        tie_word_embeddings=False,
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def qwen3_next():
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[0, 1],
+        router_aux_loss_coef=0.0,
+        initializer_range=0.3,
+        pad_token_id=tiny.PAD,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+C1_LENGTHS = [7, 5, 9, 3]
+MIXING = {"gpt-oss": gpt_oss, "opt": opt, "qwen3-next": qwen3_next}
+
+
+@pytest.mark.parametrize("layout", [{**PACKED, "max_length": 24}, PADDING_FREE], ids=str)
+@pytest.mark.parametrize("what", MIXING)
+def test_c1_documents_that_attention_would_mix_are_computed_apart(what, layout, tmp_path, caplog):
+    """TRL's packed row, and TRL's padding_free where the config is TRL's own."""
+    record, make = oracle.GradientRecord(), MIXING[what]
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, **layout}
+    if layout.get("packing"):
+        options["per_device_train_batch_size"] = 1
+    trainer = lowpeak_trainers.SFTTrainer(
+        model=make(),
+        args=trl.SFTConfig(**parity.settings(tmp_path, max_steps=1, max_grad_norm=1e9, **options)),
+        train_dataset=tiny.documents(C1_LENGTHS),
+        processing_class=tiny.tokenizer(),
+        callbacks=[record],
+    )
+    assert "packed rows are computed padded in SFTTrainer, a document a row" in caplog.text
+    trainer.train()
+    model = oracle.in_float64(make())
+    model.set_experts_implementation("eager")
+    ids = tiny.documents(C1_LENGTHS)["input_ids"]
+    loss = -sum(oracle.log_probs(model, row).sum() for row in ids) / sum(n - 1 for n in C1_LENGTHS)
+    loss.backward()
+    oracle.assert_close(trainer.state.log_history[0]["loss"], loss.item())
+    wanted = oracle.gradients(model)
+    trained = {name for name, gradient in wanted.items() if gradient is not None}
+    oracle.assert_same_gradients(
+        *({name: side[name] for name in trained} for side in (record.steps[0], wanted)),
+        5 * oracle.TOLERANCE,  # recurrent layers and OPT's biases magnify rounding
+    )
+
+
+def test_c1_what_trl_makes_of_it(tmp_path):
+    """The condition holds: without lowpeak the packed loss is another one."""
+    losses = []
+    for packing in (True, False):
+        options = {**PACKED, "max_length": 24} if packing else {"per_device_train_batch_size": 4}
+        trainer = build(tmp_path, trl, model=opt(), gradient_accumulation_steps=1, **options)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert abs(losses[0] - losses[1]) > 1e-2
+
+
+def test_packing_that_leaks_is_said(tmp_path, caplog):
+    build(tmp_path, model=opt(), fused_lm_head=False, **PACKED)
     assert (
         "the documents of a packed row may see each other in SFTTrainer: a document" in caplog.text
     )
     caplog.clear()
-    build(tmp_path, model=transformers.OPTForCausalLM(config))
-    assert "may see each other" not in caplog.text
+    build(tmp_path, model=opt())
+    assert caplog.text == ""
+
+
+def test_reference_that_cannot_be_packed_keeps_both_padded(tmp_path, caplog):
+    """A reference of another family: the batches of both are padded, and that is said."""
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    trainer = methods.build(
+        lowpeak_trainers, "DPO", tmp_path, ref_model=opt(), options={"max_steps": 1}
+    )
+    assert "padding-free: off in DPOTrainer, by attention 'sdpa' does not keep" in caplog.text
+    assert "in the reference model" in caplog.text
+    stock = methods.build(trl, "DPO", tmp_path, ref_model=opt(), options={"max_steps": 1})
+    trainer.train()
+    stock.train()
+    oracle.assert_close(trainer.state.log_history[0]["loss"], stock.state.log_history[0]["loss"])
+    with pytest.raises(ValueError, match="in the reference model. Set padding_free=None"):
+        methods.build(
+            lowpeak_trainers, "DPO", tmp_path, ref_model=opt(), options={"padding_free": True}
+        )

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lowpeak.attention import why_no_shared_prefixes
+from lowpeak.attention import AttentionChoice, why_no_shared_prefixes
 from lowpeak.config import MemoryConfig
 from lowpeak.pretrained import pretrained_model
 
-from .attention import choose_trainer_attention
+from .attention import choose_trainer_attention, reference_attention
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE
 from .fused_forward import HeadFromConfig, report_no_head, why_head_is_off
 from .packed_scores import PackedScores
 from .padding_free import PaddingFree
-from .padding_free_switch import hidden_from_trl, switch_padding_free
+from .padding_free_switch import hidden_from_trl, switch_padding_free, why_not_packed
 from .removed_options import TrainerConfig
 from .seam import SEAMS, heads_from, trl_modules_of
+from .split_rows import FirstLayout, SplitRows
+
+logger = logging.getLogger("lowpeak.trainers")
 
 
 class RowOptions(NamedTuple):
@@ -45,7 +49,8 @@ def equipped(
         given: the arguments of `__init__`.
     """
     modules, owner = trl_modules_of(type(trainer)), type(trainer).__name__
-    installer = HeadFromConfig(owner, settings, layout)
+    splitter = SplitRows()
+    installer = HeadFromConfig(owner, settings, FirstLayout(splitter, layout))
     with (
         heads_from(installer, [name for name in modules if name in SEAMS]),
         hidden_from_trl(*given),
@@ -56,10 +61,47 @@ def equipped(
     if scores:
         report_no_head(owner, config)
     choice = choose_trainer_attention(trainer, config)
-    unable = _scoring(trainer, layout) if scores else (lambda: why_head_forbids_packing(config))
+    _keep_documents_apart(trainer, splitter, choice, why_head_is_off(config))
+    unable = (
+        _scoring(trainer, layout)
+        if scores
+        else lambda: why_head_forbids_packing(config) or _why_reference_cannot(trainer)
+    )
     options = wanted()
     sharing = (lambda: why_prompts_not_shared(trainer)) if options.share_prompts else None
     switch_padding_free(layout, owner, trainer.args, options.padding_free, choice, unable, sharing)
+
+
+def _keep_documents_apart(
+    trainer: Any, splitter: SplitRows, choice: AttentionChoice, head_off: str | None
+) -> None:
+    """Where the trainer packs documents and the attention mixes them: no packed row for it."""
+    if choice.separates_documents or not vars(trainer).get("padding_free"):
+        return
+    owner = type(trainer).__name__
+    if head_off is None:
+        splitter.on = True
+        logger.warning(
+            "packed rows are computed padded in %s, a document a row, since attention %r would let "
+            "documents see each other: %s",
+            owner,
+            choice.name,
+            choice.reason,
+        )
+    else:
+        logger.warning(
+            "the documents of a packed row may see each other in %s: %s. Train without packing and "
+            "padding_free, or with lowpeak's head, which %s switched off",
+            owner,
+            choice.reason,
+            head_off,
+        )
+
+
+def _why_reference_cannot(trainer: Any) -> str | None:
+    choice = reference_attention(trainer)
+    reason = None if choice is None else why_not_packed(choice)
+    return None if reason is None else f"{reason}, in the reference model"
 
 
 def why_head_forbids_packing(config: MemoryConfig) -> str | None:

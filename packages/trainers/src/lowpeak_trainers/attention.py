@@ -23,23 +23,23 @@ register_attention()
 def choose_trainer_attention(trainer: Any, config: MemoryConfig) -> AttentionChoice:
     """Give the model that `trainer` trains, and its reference model, the attention they can have.
 
-    `config.attention` decides, then what `model_init_kwargs` names, then `choose_attention`. Warns
-    where rows are packed and the attention lets their documents see each other. Returns what the
-    trained model has now.
+    `config.attention` decides, then what `model_init_kwargs` names, then `choose_attention`.
+    Returns what the trained model has now.
     """
     off = _why_off(config, trainer.args, "model_init_kwargs")
     choice = _choose(trainer, trainer.model, type(trainer).__name__, config.attention, off)
     reference = vars(trainer).get("ref_model")
     if reference is not None and off is None:
         use_attention(trainer.accelerator.unwrap_model(reference), config.attention)
-    if not choice.separates_documents and vars(trainer).get("padding_free"):
-        logger.warning(
-            "the documents of a packed row may see each other in %s: %s. Train without packing and "
-            "padding_free",
-            type(trainer).__name__,
-            choice.reason,
-        )
     return choice
+
+
+def reference_attention(trainer: Any) -> AttentionChoice | None:
+    """The attention that the reference model of `trainer` has; None without such a model."""
+    reference = vars(trainer).get("ref_model")
+    if reference is None:
+        return None
+    return current_attention(pretrained_model(trainer.accelerator.unwrap_model(reference)))
 
 
 def choose_teacher_attention(trainer: Any, config: MemoryConfig) -> AttentionChoice:

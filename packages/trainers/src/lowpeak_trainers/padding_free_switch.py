@@ -57,7 +57,7 @@ def switch_padding_free(
             a packed row see each other or needs a mask for it, or the model is unable; where
             prompts were to be shared and cannot be.
     """
-    refusal = _refusal(flag, attention) or unable()
+    refusal = _switched_off(flag) or why_not_packed(attention) or unable()
     if flag and refusal is not None and "padding_free" not in disabled_techniques():
         raise ValueError(
             f"padding_free=True does not serve {owner}: {refusal}. Set padding_free=None, which "
@@ -87,13 +87,18 @@ def _require_sharing(owner: str, refusal: str | None, sharing: Callable[[], str 
         )
 
 
-def _refusal(flag: bool | None, attention: AttentionChoice) -> str | None:
-    if flag is False:
-        return "padding_free=False"
-    if "padding_free" in disabled_techniques():
-        return f"{DISABLE_VARIABLE}=padding_free"
+def why_not_packed(attention: AttentionChoice) -> str | None:
+    """What keeps a model with this attention from packed rows in place of padded ones, or None."""
     if not attention.separates_documents:
         return f"attention {attention.name!r} does not keep documents apart ({attention.reason})"
     if not any(name in attention.name for name in _WITHOUT_MASK):
         return f"attention {attention.name!r}, which needs a mask of tokens by tokens for it"
+    return None
+
+
+def _switched_off(flag: bool | None) -> str | None:
+    if flag is False:
+        return "padding_free=False"
+    if "padding_free" in disabled_techniques():
+        return f"{DISABLE_VARIABLE}=padding_free"
     return None
