@@ -15,7 +15,8 @@ from peft import LoraConfig, PromptTuningConfig
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import lowpeak_trainers
-from lowpeak_trainers import distillation
+from lowpeak.models import SplitCausalLM
+from lowpeak_trainers.split_divergence import split_divergence
 
 PROMPTS = [[20, 31, 42], [50, 61]]
 COMPLETIONS = [[*tiny.random_ids(n - 1, seed), tiny.EOS] for seed, n in enumerate((6, 3))]
@@ -168,7 +169,7 @@ def test_soft_cap_of_the_student_and_scale_of_the_teacher(beta, tmp_path):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_own_modules_give_the_same_numbers(beta, tmp_path, monkeypatch):
     """The route of heads that are no plain matrix: logits of the models, a token at a time."""
-    monkeypatch.setattr(lowpeak_trainers.distillation.SplitCausalLM, "transform", None)
+    monkeypatch.setattr(SplitCausalLM, "transform", None)
     assert_right(tmp_path, beta, lm_head_scratch_bytes=1, temperature=0.7)
 
 
@@ -226,7 +227,7 @@ def test_g5_shared_tokens_on_request(beta, tmp_path):
 def test_g5_larger_student(own_modules, tmp_path, monkeypatch):
     """Its further tokens take no part in the loss and are not generated: the teacher has none."""
     if own_modules:
-        monkeypatch.setattr(lowpeak_trainers.distillation.SplitCausalLM, "transform", None)
+        monkeypatch.setattr(SplitCausalLM, "transform", None)
     trainer = assert_right(
         tmp_path,
         0.5,
@@ -324,10 +325,20 @@ def test_mixin_behind_the_trainer_is_refused():
             pass
 
 
-def test_heads_on_two_devices_are_refused(tmp_path):
-    trainer = build(tmp_path)
+def test_heads_on_two_devices_are_refused():
     meta = torch.zeros(tiny.VOCABULARY, 48, device="meta")
-    splits = [distillation.SplitCausalLM(m) for m in (tiny.llama(), teacher_llama())]
+    splits = [SplitCausalLM(m) for m in (tiny.llama(), teacher_llama())]
     splits[1].weight_and_bias = lambda: (meta, None)
+    nothing = torch.zeros(1)
     with pytest.raises(ValueError, match="the student's LM head is on cpu, the teacher's on meta"):
-        trainer._compare(splits[0], torch.zeros(1), splits[1], torch.zeros(1), torch.zeros(1))
+        split_divergence(
+            splits[0],
+            nothing,
+            splits[1],
+            nothing,
+            beta=1.0,
+            temperature=1.0,
+            mask=nothing,
+            shared_vocabulary=False,
+            scratch_bytes=None,
+        )

@@ -56,6 +56,12 @@ EXPERIMENTAL_METHODS = {
             "concatenated_inputs": "batch, is_encoder_decoder=False, padding_value=0, device=None",
         }
     },
+    "gkd": {
+        "GKDTrainer": {
+            "compute_loss": "self, model, inputs, return_outputs=False, num_items_in_batch=None",
+            "generalized_jsd_loss": "student_logits, teacher_logits, labels=None, beta=0.5",
+        }
+    },
 }
 
 

@@ -6,26 +6,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 import trl
-from accelerate.utils import is_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from trl.models import prepare_deepspeed
 from trl.trainer.utils import create_model_from_path
 
-from lowpeak.config import MemoryConfig
-from lowpeak.models import SplitCausalLM
-
-from .assembly import row_options_of, why_head_forbids_packing
-from .attention import choose_teacher_attention
 from .fused_forward import why_head_is_off
-from .mixin import LowpeakMixin
-from .padding_free import PackedRow, PaddingFree
-from .padding_free_switch import switch_padding_free
+from .padding_free import IGNORE_INDEX
 from .removed_options import TrainerConfig
-from .split_divergence import split_divergence
+from .teacher import ScoredByTeacher
 
 logger = logging.getLogger("lowpeak.trainers")
 
@@ -56,7 +47,7 @@ class DistillationConfig(TrainerConfig, trl.DistillationConfig):
     )
 
 
-class DistillationMixin(LowpeakMixin):
+class DistillationMixin(ScoredByTeacher):
     """Gives a DistillationTrainer that follows it in the bases the divergence of lowpeak.
 
     `class Mine(DistillationMixin, MyDistillationTrainer)` needs nothing else.
@@ -67,13 +58,9 @@ class DistillationMixin(LowpeakMixin):
     """
 
     # Set by the trainer that follows in the bases.
-    beta: float
-    temperature: float
-    teacher_model: Any
     use_vllm: bool
     generation_config: Any
     generation_kwargs: dict[str, Any]
-    _forward_redirection: Any
 
     _distils: ClassVar[bool] = True
 
@@ -85,8 +72,6 @@ class DistillationMixin(LowpeakMixin):
         *further: Any,
         **keywords: Any,
     ) -> None:
-        self._teacher_layout = PaddingFree()
-        self._splits: WeakKeyDictionary[nn.Module, SplitCausalLM] = WeakKeyDictionary()
         shared = isinstance(args, DistillationConfig) and args.shared_vocabulary
         # TRL refuses vocabularies of different sizes, but takes no teacher from subclasses that
         # have one of their own.
@@ -106,22 +91,6 @@ class DistillationMixin(LowpeakMixin):
             self._take_teacher(teacher_model)
         if self.teacher_model is not None:
             self._arrange_teacher(config)
-
-    @property
-    def computes_divergence(self) -> bool:
-        """Whether lowpeak has computed a divergence for this trainer."""
-        return len(self._splits) > 0
-
-    def _arrange_teacher(self, config: MemoryConfig) -> None:
-        """Attention and layout of the teacher, whatever those of the student."""
-        switch_padding_free(
-            self._teacher_layout,
-            f"the teacher of {type(self).__name__}",
-            self.args,
-            row_options_of(self.args).padding_free,
-            choose_teacher_attention(self, config),
-            lambda: why_head_forbids_packing(config),
-        )
 
     def _take_teacher(self, teacher: Any) -> None:
         """Load and prepare the teacher as TRL does; keep the student to the shared tokens."""
@@ -181,92 +150,22 @@ class DistillationMixin(LowpeakMixin):
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
-        divergence, entropy = self._divergence(unwrapped_student, inputs, mask)
+        tokens = inputs["completion_ids"].masked_fill(mask == 0, IGNORE_INDEX)
+        labels = torch.cat([torch.full_like(inputs["prompt_ids"], IGNORE_INDEX), tokens], dim=1)
+        divergence, entropy = self._divergence(
+            unwrapped_student,
+            _backbone_arguments(inputs),
+            labels,
+            temperature=self.temperature,
+            shared_vocabulary=isinstance(self.args, DistillationConfig)
+            and self.args.shared_vocabulary,
+        )
         count = (mask != 0).sum()
         self.note_targets(count)
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         if isinstance(divisor, Tensor):
             divisor = divisor.to(divergence.device)
         return divergence.sum() / divisor, entropy.sum(), count
-
-    def _divergence(
-        self, unwrapped_student: Any, inputs: Mapping[str, Any], mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Divergence and student entropy of the completions' tokens, 0 where `mask` is.
-
-        Both [batch, completion], or [1, tokens] where student and teacher run on a packed row.
-        """
-        student = self._split(unwrapped_student)
-        unwrapped_teacher = self.accelerator.unwrap_model(self.teacher_model)
-        teacher = self._split(unwrapped_teacher)
-        tokens = inputs["completion_ids"].masked_fill(mask == 0, -100)
-        arguments = _backbone_arguments(inputs)
-        student_row, teacher_row = self._rows(arguments, inputs["prompt_ids"], tokens)
-        student_hidden = student.hidden_states(
-            tokens, **(arguments if student_row is None else student_row.arguments)
-        )
-        self.teacher_model.eval()
-        with torch.no_grad():
-            # by way of the wrapper's forward, in which FSDP and DeepSpeed gather the weights
-            teacher_hidden = self._forward_redirection(
-                self.teacher_model,
-                unwrapped_teacher,
-                teacher.hidden_states,
-                tokens,
-                **(arguments if teacher_row is None else teacher_row.arguments),
-            )
-        if student_row is not None and teacher_row is not None:
-            # each token is predicted one position before it
-            targets = nn.functional.pad(student_row.labels[:, 1:], (0, 1), value=-100)
-            return self._compare(student, student_hidden, teacher, teacher_hidden, targets != -100)
-        scored = slice(-tokens.size(1) - 1, -1)
-        if student_row is not None:
-            student_hidden = student_row.pad(student_hidden)
-        if teacher_row is not None:
-            teacher_hidden = teacher_row.pad(teacher_hidden)
-        student_hidden, teacher_hidden = student_hidden[:, scored], teacher_hidden[:, scored]
-        return self._compare(student, student_hidden, teacher, teacher_hidden, mask)
-
-    def _rows(
-        self, arguments: dict[str, Any], prompt_ids: Tensor, tokens: Tensor
-    ) -> tuple[PackedRow | None, PackedRow | None]:
-        """The packed row for the student and for the teacher, None for a padded batch."""
-        layouts = (self._layout, self._teacher_layout)
-        chosen = next((layout for layout in layouts if layout.on), None)
-        if chosen is None:
-            return None, None
-        labels = torch.cat([torch.full_like(prompt_ids, -100), tokens], dim=1)
-        row = chosen(arguments, labels)
-        student_row, teacher_row = (row if layout.on else None for layout in layouts)
-        return student_row, teacher_row
-
-    def _compare(
-        self,
-        student: SplitCausalLM,
-        student_hidden: Tensor,
-        teacher: SplitCausalLM,
-        teacher_hidden: Tensor,
-        mask: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return split_divergence(
-            student,
-            student_hidden,
-            teacher,
-            teacher_hidden,
-            beta=self.beta,
-            temperature=self.temperature,
-            mask=mask,
-            shared_vocabulary=isinstance(self.args, DistillationConfig)
-            and self.args.shared_vocabulary,
-            scratch_bytes=self._memory_config().lm_head_scratch_bytes,
-        )
-
-    def _split(self, model: Any) -> SplitCausalLM:
-        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
-        base = plain.get_base_model() if is_peft_model(plain) else plain
-        if base not in self._splits:
-            self._splits[base] = SplitCausalLM(base)
-        return self._splits[base]
 
 
 class DistillationTrainer(DistillationMixin, trl.DistillationTrainer):

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cpo import CPOConfig, CPOTrainer
+    from .gkd import GKDConfig, GKDTrainer
     from .orpo import ORPOConfig, ORPOTrainer
 
 __all__ = [
     "CPOConfig",
     "CPOTrainer",
+    "GKDConfig",
+    "GKDTrainer",
     "ORPOConfig",
     "ORPOTrainer",
 ]
@@ -24,6 +27,8 @@ __all__ = [
 _MODULES = {
     "CPOConfig": "cpo",
     "CPOTrainer": "cpo",
+    "GKDConfig": "gkd",
+    "GKDTrainer": "gkd",
     "ORPOConfig": "orpo",
     "ORPOTrainer": "orpo",
 }

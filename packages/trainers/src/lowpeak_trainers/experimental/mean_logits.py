@@ -92,8 +92,10 @@ def mean_logit(
             outputs=names,
             scratch_bytes=scratch_bytes,
         )
-    assert scored.mean_logits is not None
-    return scored.mean_logits.mean()
+    logits = scored.mean_logits
+    assert logits is not None
+    average: Tensor = logits.mean()
+    return average
 
 
 def _mean_of_products(hidden: Tensor, head: Head) -> Tensor:
