@@ -19,9 +19,25 @@ from .triton_shim import jit, tl
 
 NEGATIVE_INFINITY = -float("inf")
 
-_GROUP = 8
-_BLOCK = 1024
-_WARPS = 2
+
+@dataclass(frozen=True)
+class FoldLaunch:
+    """How one program reads its row: `block` columns at a time, `group` neighbours a lane."""
+
+    group: int = 8
+    block: int = 1024
+    warps: int = 2
+
+
+# A program a row: few rows must keep more bytes in flight each to fill a GPU.
+_MANY_ROWS = FoldLaunch()
+_FEW_ROWS = FoldLaunch(block=8192, warps=8)
+_FEW = 2048
+
+
+def fold_launch(rows: int, width: int) -> FoldLaunch:
+    """The launch for a tile of this size."""
+    return _FEW_ROWS if rows <= _FEW and width > _FEW_ROWS.block else _MANY_ROWS
 
 
 @dataclass(frozen=True)
@@ -119,6 +135,24 @@ def fold_tile_torch(
 
 
 @jit
+def fold_block(z, maximum, sum_exp, centred, squares, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
+    """Running sums [L] after the logits z [L, columns], the target's among them set to -inf."""
+    new = tl.maximum(maximum, tl.max(z, axis=1))
+    centre = tl.where(new == float("-inf"), 0.0, new)
+    shrink = tl.exp(maximum - centre)
+    z -= centre[:, None]
+    weights = tl.exp(z)
+    if ENTROPY:
+        shift = tl.where(maximum == float("-inf"), 0.0, maximum - centre)
+        # exp(z) is 0 below -104: the bound turns 0 * -inf into 0
+        added = tl.sum(weights * tl.maximum(z, -200.0), axis=1)
+        centred = (centred + shift * sum_exp) * shrink + added
+    if SQUARES:
+        squares = squares * (shrink * shrink) + tl.sum(weights * weights, axis=1)
+    return new, sum_exp * shrink + tl.sum(weights, axis=1), centred, squares
+
+
+@jit
 def lm_head_fold_kernel(
     tile_ptr,
     row_stride,
@@ -168,10 +202,8 @@ def lm_head_fold_kernel(
     within = lanes[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     maximum = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
     sum_exp = tl.zeros([BLOCK // GROUP], tl.float32)
-    if ENTROPY:
-        centred = tl.zeros([BLOCK // GROUP], tl.float32)
-    if SQUARES:
-        squares = tl.zeros([BLOCK // GROUP], tl.float32)
+    centred = tl.zeros([BLOCK // GROUP], tl.float32)
+    squares = tl.zeros([BLOCK // GROUP], tl.float32)
     if MEAN:
         total = tl.zeros([BLOCK // GROUP], tl.float32)
     if TOP1:
@@ -191,20 +223,9 @@ def lm_head_fold_kernel(
             earlier = tl.where(columns < target, z, float("-inf"))
             before = tl.maximum(before, tl.max(earlier, axis=1))
 
-        new = tl.maximum(maximum, tl.max(z, axis=1))
-        centre = tl.where(new == float("-inf"), 0.0, new)
-        shrink = tl.exp(maximum - centre)
-        z -= centre[:, None]
-        weights = tl.exp(z)
-        if ENTROPY:
-            shift = tl.where(maximum == float("-inf"), 0.0, maximum - centre)
-            # exp(z) is 0 below -104: the bound turns 0 * -inf into 0
-            added = tl.sum(weights * tl.maximum(z, -200.0), axis=1)
-            centred = (centred + shift * sum_exp) * shrink + added
-        if SQUARES:
-            squares = squares * (shrink * shrink) + tl.sum(weights * weights, axis=1)
-        sum_exp = sum_exp * shrink + tl.sum(weights, axis=1)
-        maximum = new
+        maximum, sum_exp, centred, squares = fold_block(
+            z, maximum, sum_exp, centred, squares, ENTROPY, SQUARES
+        )
 
     # Merge the lanes, and what earlier tiles left.
     old = tl.load(maximum_ptr + row)
@@ -239,8 +260,10 @@ def fold_tile_triton(
     start: int,
     transform: TileTransform,
     folded: Folded,
+    launch: FoldLaunch | None = None,
 ) -> None:
     """`fold_tile_torch` as one kernel launch; statistics must be float32. Keeps the tile."""
+    launch = launch or fold_launch(*tile.shape)
     lm_head_fold_kernel[(tile.size(0),)](
         tile,
         tile.stride(0),
@@ -266,18 +289,20 @@ def fold_tile_triton(
         SQUARES=folded.squares,
         MEAN=folded.mean,
         TOP1=folded.top1,
-        GROUP=_GROUP,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        GROUP=launch.group,
+        BLOCK=launch.block,
+        num_warps=launch.warps,
     )
 
 
 def _variant(
-    tile: str, bias: str | None = None, **on: bool
+    tile: str, bias: str | None = None, *, few_rows: bool = False, **on: bool
 ) -> tuple[str, dict[str, str], Any, int]:
+    launch = _FEW_ROWS if few_rows else _MANY_ROWS
     flags = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1")
     constants: dict[str, object] = {flag: on.get(flag, False) for flag in flags}
-    constants |= {"HAS_BIAS": bias is not None, "GROUP": _GROUP, "BLOCK": _BLOCK}
+    constants |= {"HAS_BIAS": bias is not None, "GROUP": launch.group}
+    constants["BLOCK"] = launch.block
     sums = ("maximum", "sum_exp", "target", "centred", "squares", "total", "maximum_before")
     types = {"tile_ptr": f"*{tile}", "targets_ptr": "*i64"}
     types |= {f"{name}_ptr": "*fp32" for name in sums}
@@ -288,7 +313,7 @@ def _variant(
             types[pointer] = "*fp32" if kind is True else f"*{kind}"
         else:
             constants[pointer] = None
-    return ("lm_head_fold_kernel", types, constants, _WARPS)
+    return ("lm_head_fold_kernel", types, constants, launch.warps)
 
 
 _EVERYTHING = dict.fromkeys(
@@ -304,4 +329,9 @@ AOT_VARIANTS = [
     _variant("fp32"),
     _variant("fp32", "fp16", ENTROPY=True),
     _variant("fp32", "fp32", **_EVERYTHING),
+    _variant("bf16", few_rows=True),
+    _variant("bf16", few_rows=True, ENTROPY=True, TOP1=True),
+    _variant("bf16", "bf16", few_rows=True, **_EVERYTHING),
+    _variant("fp32", few_rows=True),
+    _variant("fp32", "fp32", few_rows=True, **_EVERYTHING),
 ]

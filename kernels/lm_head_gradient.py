@@ -26,8 +26,16 @@ from .logit_transform import (
 )
 from .triton_shim import jit, tl
 
-_BLOCK = 2048
-_WARPS = 4
+
+@dataclass(frozen=True)
+class GradientLaunch:
+    """How many columns of a row one program turns."""
+
+    block: int = 2048
+    warps: int = 4
+
+
+_LAUNCH = GradientLaunch()
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,54 @@ def gradient_tile_torch(
 
 
 @jit
+def gradient_block(
+    x,
+    is_target,
+    row,
+    centre_ptr,
+    inverse_sum_ptr,
+    log_sum_ptr,
+    linear_ptr,
+    target_ptr,
+    target_rest_ptr,
+    log_linear_ptr,
+    square_ptr,
+    constant_ptr,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    LOG_LINEAR: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CONSTANT: tl.constexpr,
+):
+    """Gradient of a block x of raw float32 logits (bias added already).
+
+    `row`: one row for all of x, or [rows, 1].
+    """
+    z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+    centred = z - tl.load(centre_ptr + row)
+    p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
+    polynomial = tl.load(linear_ptr + row)
+    if LOG_LINEAR:
+        log_linear = tl.load(log_linear_ptr + row)
+        log_p = centred - tl.load(log_sum_ptr + row)
+        polynomial = tl.where(p == 0, 0.0, polynomial + log_linear * log_p)
+    gradient = p * polynomial
+    if SQUARE:
+        gradient += tl.load(square_ptr + row) * p * p
+    if CONSTANT:
+        gradient += tl.load(constant_ptr + row)
+    rest = tl.load(target_rest_ptr + row)
+    gradient += tl.where(is_target, rest, -p * tl.load(target_ptr + row))
+    gradient *= slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+    if HAS_BIAS:
+        gradient = tl.where(z == float("-inf"), 0.0, gradient)
+    return gradient
+
+
+@jit
 def lm_head_gradient_kernel(
     tile_ptr,
     row_stride,
@@ -150,24 +206,28 @@ def lm_head_gradient_kernel(
     x = tl.load(tile_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
-    centred = z - tl.load(centre_ptr + row)
-    p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
-    polynomial = tl.load(linear_ptr + row)
-    if LOG_LINEAR:
-        log_linear = tl.load(log_linear_ptr + row)
-        log_p = centred - tl.load(log_sum_ptr + row)
-        polynomial = tl.where(p == 0, 0.0, polynomial + log_linear * log_p)
-    gradient = p * polynomial
-    if SQUARE:
-        gradient += tl.load(square_ptr + row) * p * p
-    if CONSTANT:
-        gradient += tl.load(constant_ptr + row)
-    rest = tl.load(target_rest_ptr + row)
-    gradient += tl.where(columns == target, rest, -p * tl.load(target_ptr + row))
-    gradient *= slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
-    if HAS_BIAS:
-        gradient = tl.where(z == float("-inf"), 0.0, gradient)
+    gradient = gradient_block(
+        x,
+        columns == target,
+        row,
+        centre_ptr,
+        inverse_sum_ptr,
+        log_sum_ptr,
+        linear_ptr,
+        target_ptr,
+        target_rest_ptr,
+        log_linear_ptr,
+        square_ptr,
+        constant_ptr,
+        scale,
+        softcap,
+        inverse_temperature,
+        HAS_BIAS,
+        HAS_SOFTCAP,
+        LOG_LINEAR,
+        SQUARE,
+        CONSTANT,
+    )
     out = out_ptr + row * out_stride + columns
     tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -181,9 +241,10 @@ def gradient_tile_triton(
     start: int,
     transform: TileTransform,
     out: Tensor,
+    launch: GradientLaunch = _LAUNCH,
 ) -> None:
     """`gradient_tile_torch` as one kernel launch; coefficients must be float32."""
-    grid = (tile.size(0), -(-tile.size(1) // _BLOCK))
+    grid = (tile.size(0), -(-tile.size(1) // launch.block))
     lm_head_gradient_kernel[grid](
         tile,
         tile.stride(0),
@@ -212,8 +273,8 @@ def gradient_tile_triton(
         LOG_LINEAR=coefficients.log_linear is not None,
         SQUARE=coefficients.square is not None,
         CONSTANT=coefficients.constant is not None,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        BLOCK=launch.block,
+        num_warps=launch.warps,
     )
 
 
@@ -222,7 +283,7 @@ def _variant(
 ) -> tuple[str, dict[str, str], Any, int]:
     flags = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT")
     constants: dict[str, object] = {flag: on.get(flag, False) for flag in flags}
-    constants |= {"HAS_BIAS": bias is not None, "BLOCK": _BLOCK}
+    constants |= {"HAS_BIAS": bias is not None, "BLOCK": _LAUNCH.block}
     types = {"tile_ptr": f"*{tile}", "out_ptr": f"*{out}", "targets_ptr": "*i64"}
     rows = ("centre", "inverse_sum", "log_sum", "linear", "target", "target_rest")
     types |= {f"{name}_ptr": "*fp32" for name in rows}
@@ -240,7 +301,7 @@ def _variant(
             constants[pointer] = None
         else:
             types[pointer] = f"*{kind}"
-    return ("lm_head_gradient_kernel", types, constants, _WARPS)
+    return ("lm_head_gradient_kernel", types, constants, _LAUNCH.warps)
 
 
 _EVERYTHING = dict.fromkeys(

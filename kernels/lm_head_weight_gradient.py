@@ -17,31 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_shim import TRITON_AVAILABLE, jit, tl
+from .hopper_products import AOT_TARGETS, compiled_variant, descriptor
+from .hopper_products import programs as programs_for
+from .triton_shim import jit, tl
+
+__all__ = ["AOT_TARGETS", "AOT_VARIANTS", "accumulate_halves_torch", "accumulate_halves_triton"]
 
 # 256 x 128 x 64 with 8 warps and 4 stages: of eight shapes the fastest on an H200, 711 TFLOP/s at
 # 2731 tokens, where cuBLAS reaches 656 in bf16 and 607 adding to float32.
 _BLOCK_V, _BLOCK_H, _BLOCK_N = 256, 128, 64
 _GROUP, _WARPS, _STAGES = 8, 8, 4
-# Descriptors of blocks in memory need rows that start at multiples of 16 bytes.
-_ALIGNMENT = 16
 # Columns of the vocabulary that the torch twin adds to at a time.
 _TORCH_COLUMNS = 4096
-
-
-def can_accumulate_in_halves(tile: Tensor, hidden: Tensor) -> bool:
-    """Whether the kernel takes these: Hopper's tensor memory copies, half precision, aligned rows.
-
-    It is measured on compute capability 9.0 only, and used there only.
-    """
-    if not TRITON_AVAILABLE or not tile.is_cuda or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_capability(tile.device) != (9, 0):
-        return False
-    return tile.dtype in (torch.bfloat16, torch.float16) and all(
-        x.stride(1) == 1 and x.stride(0) * x.element_size() % _ALIGNMENT == 0
-        for x in (tile, hidden)
-    )
 
 
 def accumulate_halves_torch(
@@ -141,15 +128,13 @@ def accumulate_halves_triton(
     first: bool,
     last: bool,
 ) -> None:
-    """`accumulate_halves_torch` as one kernel; see `can_accumulate_in_halves` for what it takes."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+    """`accumulate_halves_torch` as one kernel; see `hopper_products` for what it takes."""
     vocabulary, width = result.shape
     blocks = -(-vocabulary // _BLOCK_V) * -(-width // _BLOCK_H)
-    programs = min(blocks, _multiprocessors(tile.device))
+    programs = programs_for(tile.device, blocks)
     lm_head_weight_gradient_kernel[(programs,)](
-        TensorDescriptor.from_tensor(tile, [_BLOCK_N, _BLOCK_V]),
-        TensorDescriptor.from_tensor(hidden, [_BLOCK_N, _BLOCK_H]),
+        descriptor(tile, (_BLOCK_N, _BLOCK_V)),
+        descriptor(hidden, (_BLOCK_N, _BLOCK_H)),
         result.view(torch.int16),
         lower,
         result,
@@ -170,16 +155,8 @@ def accumulate_halves_triton(
     )
 
 
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # the interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _variant(dtype: str, **on: bool) -> tuple[str, dict[str, str], Any, int]:
-    constants: dict[str, object] = {flag: on.get(flag, False) for flag in ("FIRST", "LAST")}
-    constants |= {"HAS_FACTOR": on.get("factor", False)}
-    constants |= {"BLOCK_V": _BLOCK_V, "BLOCK_H": _BLOCK_H, "BLOCK_N": _BLOCK_N, "GROUP": _GROUP}
+def _variant(dtype: str, **flags: bool) -> tuple[str, dict[str, str], Any, int]:
+    flags = {name: flags.get(name, False) for name in ("FIRST", "LAST", "HAS_FACTOR")}
     types = {
         "tile": f"tensordesc<{dtype}[{_BLOCK_N}, {_BLOCK_V}]>",
         "hidden": f"tensordesc<{dtype}[{_BLOCK_N}, {_BLOCK_H}]>",
@@ -188,18 +165,21 @@ def _variant(dtype: str, **on: bool) -> tuple[str, dict[str, str], Any, int]:
         "result_ptr": f"*{dtype}",
     }
     types |= dict.fromkeys(("vocabulary", "width", "tokens", "programs"), "i32")
-    if constants["HAS_FACTOR"]:
-        types["factor_ptr"] = "*fp32"
-    else:
-        constants["factor_ptr"] = None
-    return ("lm_head_weight_gradient_kernel", types, constants, _WARPS)
+    return compiled_variant(
+        "lm_head_weight_gradient_kernel",
+        types,
+        flags,
+        {"factor_ptr": "fp32" if flags["HAS_FACTOR"] else None},
+        BLOCK_V=_BLOCK_V,
+        BLOCK_H=_BLOCK_H,
+        BLOCK_N=_BLOCK_N,
+        GROUP=_GROUP,
+    )
 
 
 AOT_VARIANTS = [
     _variant("bf16", FIRST=True),
     _variant("bf16"),
     _variant("bf16", LAST=True),
-    _variant("fp16", LAST=True, factor=True),
+    _variant("fp16", LAST=True, HAS_FACTOR=True),
 ]
-# see can_accumulate_in_halves
-AOT_TARGETS = ("sm_90",)

@@ -1,0 +1,271 @@
+"""Fold the head's logits into softmax statistics while they are made: no logits in memory.
+
+See `hopper_products`. The vocabulary is cut at the same places whatever the batch, so that a row's
+statistics do not depend on the other rows. On an H200 it takes 7.0 ms for 8192 rows of gemma-3's
+head (706 TFLOP/s), where cuBLAS takes 6.9 for the logits alone, and `lm_head_fold` 2 behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .hopper_products import (
+    AOT_TARGETS,
+    BLOCK_H,
+    BLOCK_N,
+    BLOCK_V,
+    GROUP,
+    STAGES,
+    WARPS,
+    compiled_variant,
+    factor_descriptors,
+    factor_types,
+    programs,
+)
+from .lm_head_fold import Folded, RowStatistics, fold_block
+from .logit_transform import TileTransform, transform_block
+from .triton_shim import jit, tl
+
+__all__ = ["AOT_TARGETS", "AOT_VARIANTS", "fold_product_triton", "span_count"]
+
+# Blocks of the vocabulary that one program folds before it writes its sums.
+_SPAN = 8
+
+
+@jit
+def lm_head_fold_product_kernel(
+    hidden,
+    weight,
+    logits_ptr,
+    logits_stride,
+    bias_ptr,
+    targets_ptr,
+    temperature_ptr,
+    target_ptr,
+    maximum_ptr,
+    sum_exp_ptr,
+    centred_ptr,
+    squares_ptr,
+    total_ptr,
+    maximum_before_ptr,
+    start,
+    rows,
+    width,
+    features,
+    scale,
+    softcap,
+    temperature,
+    programs,
+    STORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ROW_TEMPERATURE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOP1: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_blocks = tl.cdiv(rows, BLOCK_N)
+    spans = tl.cdiv(width, BLOCK_V * SPAN)
+    for item in range(tl.program_id(0), row_blocks * spans, programs):
+        first_row_block = item // (GROUP * spans) * GROUP
+        group = min(row_blocks - first_row_block, GROUP)
+        within = item % (GROUP * spans)
+        start_n = (first_row_block + within % group) * BLOCK_N
+        span = within // group
+        row = start_n + tl.arange(0, BLOCK_N)
+        counts = row < rows
+        target = tl.load(targets_ptr + row, mask=counts, other=-1) - start
+        if ROW_TEMPERATURE:
+            temperature_row = tl.load(temperature_ptr + row, mask=counts, other=1.0)
+            inverse_temperature = tl.div_rn(tl.full((BLOCK_N,), 1.0, tl.float32), temperature_row)
+            inverse_temperature = inverse_temperature[:, None]
+        else:
+            inverse_temperature = tl.div_rn(1.0, temperature)
+        maximum = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        sum_exp = tl.zeros((BLOCK_N,), tl.float32)
+        centred = tl.zeros((BLOCK_N,), tl.float32)
+        squares = tl.zeros((BLOCK_N,), tl.float32)
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        before = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        last_v = min((span + 1) * SPAN * BLOCK_V, width)
+        for start_v in range(span * SPAN * BLOCK_V, last_v, BLOCK_V):
+            x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+            for start_h in range(0, features, BLOCK_H):
+                # what lies outside of the tensors is read as zero
+                block = weight.load([start_v, start_h])
+                x = tl.dot(hidden.load([start_n, start_h]), block.T, x)
+            column = start_v + tl.arange(0, BLOCK_V)
+            inside = column < width
+            if STORE:
+                where = row[:, None].to(tl.int64) * logits_stride + column[None, :]
+                stored = x.to(logits_ptr.dtype.element_ty)
+                tl.store(logits_ptr + where, stored, mask=counts[:, None] & inside[None, :])
+            if HAS_BIAS:
+                x += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+            if MEAN:
+                total += tl.sum(z, axis=1)  # zero outside of the vocabulary
+            hit = (target >= start_v) & (target < last_v) & (target < start_v + BLOCK_V)
+            any_hit = tl.max(hit.to(tl.int32), axis=0) > 0
+            # few blocks hold a target of their rows, and one the end of the vocabulary
+            if any_hit | (start_v + BLOCK_V > width):
+                is_target = column[None, :] == target[:, None]
+                of_target = tl.sum(tl.where(is_target, z, 0.0), axis=1)
+                tl.store(target_ptr + row, of_target, mask=hit & counts)
+                z = tl.where(is_target | (inside[None, :] == 0), float("-inf"), z)
+            if TOP1:
+                earlier = tl.where(column[None, :] < target[:, None], z, float("-inf"))
+                before = tl.maximum(before, tl.max(earlier, axis=1))
+            maximum, sum_exp, centred, squares = fold_block(
+                z, maximum, sum_exp, centred, squares, ENTROPY, SQUARES
+            )
+        place = span * rows + row
+        tl.store(maximum_ptr + place, maximum, mask=counts)
+        tl.store(sum_exp_ptr + place, sum_exp, mask=counts)
+        if ENTROPY:
+            tl.store(centred_ptr + place, centred, mask=counts)
+        if SQUARES:
+            tl.store(squares_ptr + place, squares, mask=counts)
+        if MEAN:
+            tl.store(total_ptr + place, total, mask=counts)
+        if TOP1:
+            tl.store(maximum_before_ptr + place, before, mask=counts)
+
+
+def span_count(columns: int) -> int:
+    """How many partial sums of each statistic a row has, for a block of the vocabulary."""
+    return -(-columns // (BLOCK_V * _SPAN))
+
+
+def fold_product_triton(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    statistics: RowStatistics,
+    start: int,
+    transform: TileTransform,
+    folded: Folded,
+    logits: Tensor | None,
+) -> None:
+    """Fold the logits of `hidden` [n, H] with a block of the vocabulary into `statistics`.
+
+    Args:
+        weight: [v, H], the rows of the head's weight from `start` on, of hidden's dtype.
+        logits: [n, v], where the raw logits go, rounded to its dtype; None keeps none. The
+            statistics are those of the float32 logits.
+
+    The other arguments are those of `fold_tile_torch`.
+    """
+    rows, width = hidden.size(0), weight.size(0)
+    spans = span_count(width)
+    names = {"maximum": True, "sum_exp": True, "centred": folded.entropy}
+    names |= {"squares": folded.squares, "total": folded.mean, "maximum_before": folded.top1}
+    parts = {
+        name: torch.empty((spans, rows), dtype=torch.float32, device=hidden.device)
+        for name, wanted in names.items()
+        if wanted
+    }
+    count = programs(hidden.device, -(-rows // BLOCK_N) * spans)
+    lm_head_fold_product_kernel[(count,)](
+        *factor_descriptors(hidden, weight),
+        logits,
+        0 if logits is None else logits.stride(0),
+        bias,
+        targets,
+        temperature,
+        statistics.target,
+        *(parts.get(name) for name in names),
+        start,
+        rows,
+        width,
+        hidden.size(1),
+        transform.scale,
+        transform.softcap,
+        transform.temperature,
+        count,
+        STORE=logits is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=transform.softcap != 0.0,
+        ROW_TEMPERATURE=temperature is not None,
+        ENTROPY=folded.entropy,
+        SQUARES=folded.squares,
+        MEAN=folded.mean,
+        TOP1=folded.top1,
+        BLOCK_N=BLOCK_N,
+        BLOCK_V=BLOCK_V,
+        BLOCK_H=BLOCK_H,
+        SPAN=_SPAN,
+        GROUP=GROUP,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    _merge(parts, statistics)
+
+
+def _merge(parts: dict[str, Tensor], statistics: RowStatistics) -> None:
+    """Add the sums of each span [spans, n] to the running ones [n]."""
+
+    def all_of(name: str) -> Tensor:
+        return torch.cat([getattr(statistics, name).unsqueeze(0), parts[name]])
+
+    maxima, sums = all_of("maximum"), all_of("sum_exp")
+    merged = maxima.amax(0)
+    shift = maxima - torch.where(merged == -float("inf"), 0.0, merged)
+    shrink = shift.exp()
+    if "centred" in parts:
+        moved = torch.where(maxima == -float("inf"), 0.0, shift) * sums
+        statistics.centred.copy_(((all_of("centred") + moved) * shrink).sum(0))
+    if "squares" in parts:
+        statistics.squares.copy_((all_of("squares") * shrink.square()).sum(0))
+    if "total" in parts:
+        statistics.total.copy_(all_of("total").sum(0))
+    if "maximum_before" in parts:
+        statistics.maximum_before.copy_(all_of("maximum_before").amax(0))
+    statistics.maximum.copy_(merged)
+    statistics.sum_exp.copy_((sums * shrink).sum(0))
+
+
+def _variant(
+    dtype: str, logits: str | None = None, bias: str | None = None, **on: bool
+) -> tuple[str, dict[str, str], Any, int]:
+    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1")
+    flags = {name: on.get(name, False) for name in names}
+    sums = ("maximum", "sum_exp", "target", "centred", "squares", "total", "maximum_before")
+    return compiled_variant(
+        "lm_head_fold_product_kernel",
+        factor_types(dtype) | {"logits_stride": "i32"} | {f"{name}_ptr": "*fp32" for name in sums},
+        flags | {"STORE": logits is not None, "HAS_BIAS": bias is not None},
+        {
+            "logits_ptr": logits,
+            "bias_ptr": bias,
+            "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,
+        },
+        BLOCK_N=BLOCK_N,
+        BLOCK_V=BLOCK_V,
+        BLOCK_H=BLOCK_H,
+        SPAN=_SPAN,
+        GROUP=GROUP,
+    )
+
+
+_EVERYTHING = dict.fromkeys(
+    ("HAS_SOFTCAP", "ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1"), True
+)
+AOT_VARIANTS = [
+    _variant("bf16"),
+    _variant("bf16", "bf16"),
+    _variant("bf16", ENTROPY=True, TOP1=True),
+    _variant("bf16", "bf16", "bf16", **_EVERYTHING),
+    _variant("fp16", "fp32", ENTROPY=True),
+]
