@@ -41,14 +41,15 @@ def table() -> Iterator[str]:
     versions = f"transformers {transformers.__version__}, PyTorch {torch.__version__.split('+')[0]}"
     yield f"Written by `python tools/attention_table.py` with {versions}: "
     yield ", ".join(f"{count} {name}" for name, count in counts.most_common()) + ".\n"
-    yield "| family | attention | packed rows | reason |"
-    yield "|---|---|---|---|"
+    yield "| family | attention | packed rows | shared prompts | reason |"
+    yield "|---|---|---|---|---|"
     for v in found:
         packed = "safe" if v.separates_documents else "no"
+        shared = "yes" if v.shares_prefixes else "no"
         if v.attention == attention_verdicts.NOT_BUILDABLE:
-            packed = ""
+            packed = shared = ""
         reason = " ".join(v.reason.split()).replace("|", "\\|")
-        yield f"| {v.family} | {v.attention} | {packed} | {reason} |"
+        yield f"| {v.family} | {v.attention} | {packed} | {shared} | {reason} |"
 
 
 def main() -> None:

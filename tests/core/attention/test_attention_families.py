@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)]
 @pytest.mark.parametrize("family", SERVED)
 def test_much_used_family_is_served(family: str, device: torch.device) -> None:
     verdict = check_attention(family, device)
-    assert (verdict.attention, verdict.separates_documents) == ("lowpeak", True), verdict
+    found = (verdict.attention, verdict.separates_documents, verdict.shares_prefixes)
+    assert found == ("lowpeak", True, True), verdict
 
 
 @pytest.mark.slow

@@ -11,12 +11,11 @@ from attention_oracle import (
     alone,
     assert_near,
     assert_same_gradients,
-    documents,
     gradients,
-    packed_row,
     tiny,
     twin,
 )
+from sharing_oracle import SHORT, own_parts, sequences, shared_row, weighted_parts
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,8 +24,6 @@ from lowpeak.attention.self_test import packing_reason
 
 # Rotary embeddings and eager's softmax are float32 in every dtype.
 TOLERANCE = 1e-5
-# Tokens that the sequences take over, and from which: a group, a chain, and one of its own.
-SHARED = [(0, 0), (0, 9), (1, 12), (0, 0), (0, 10), (3, 1)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,47 +31,18 @@ def _registered() -> None:
     register_attention()
 
 
-def sequences(device: torch.device) -> list[Tensor]:
-    """Ids [1, n] of whole sequences that begin as SHARED says."""
-    own = documents([11, 5, 2, 7, 1, 3], device)
-    whole: list[Tensor] = []
-    for ids, (owner, shared) in zip(own, SHARED, strict=True):
-        whole.append(torch.cat([whole[owner][:, :shared], ids], dim=1) if shared else ids)
-    return whole
+def loss(model: PreTrainedModel, row: dict[str, Any]) -> Tensor:
+    return weighted_parts(SHORT, own_parts(SHORT, model(**row).logits))
 
 
-def shared_row(whole: list[Tensor]) -> dict[str, Any]:
-    """One row of what each sequence has of its own."""
-    own = [ids[:, shared:] for ids, (_, shared) in zip(whole, SHARED, strict=True)]
-    row = packed_row(own)
-    positions = [
-        torch.arange(shared, ids.size(1), device=ids.device)
-        for ids, (_, shared) in zip(whole, SHARED, strict=True)
-    ]
-    prefixes = [[ids.size(1), *pair] for ids, pair in zip(own, SHARED, strict=True)]
-    return row | {
-        "position_ids": torch.cat(positions).unsqueeze(0),
-        "shared_prefixes": torch.tensor(prefixes),
-    }
+def loss_alone(model: PreTrainedModel, whole: list[Tensor]) -> Tensor:
+    return weighted_parts(SHORT, [alone(model, [ids]) for ids in whole])
 
 
-def weighted(parts: list[Tensor]) -> Tensor:
-    """A scalar in which every logit of every sequence has a weight of its own."""
-    total = parts[0].new_zeros(())
-    for logits, (_, shared) in zip(parts, SHARED, strict=True):
-        mine = logits[:, shared - logits.size(1) :] if shared else logits
-        weights = torch.arange(mine.numel(), device=mine.device, dtype=mine.dtype).sin()
-        total = total + (mine.flatten() * weights).sum()
-    return total
-
-
-def own_parts(row_logits: Tensor, row: dict[str, Any]) -> list[Tensor]:
-    """Logits of the row by document, with as many zeros in front as it shares."""
-    parts = row_logits.split(row["shared_prefixes"][:, 0].tolist(), dim=1)
-    return [
-        nn.functional.pad(x, (0, 0, shared, 0))
-        for x, (_, shared) in zip(parts, SHARED, strict=True)
-    ]
+def assert_own_near(found: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    """The logits of each sequence's own tokens are near."""
+    for mine, right, (own, _, _) in zip(found, wanted, SHORT, strict=True):
+        assert_near(mine[:, -own:], right[:, -own:], tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,15 +51,14 @@ def test_row_is_its_sequences(name: str, device: torch.device) -> None:
     if name not in ("mixtral", "deepseek_v3"):  # the products of experts have no float64
         eager = eager.double()
     model = twin(eager, "lowpeak")
-    whole = sequences(device)
-    row = shared_row(whole)
+    whole = sequences(SHORT, device)
+    row = shared_row(SHORT, whole)
     wanted = [alone(eager, [ids]) for ids in whole]
-    found = own_parts(model(**row).logits, row)
-    for mine, right, (_, shared) in zip(found, wanted, SHARED, strict=True):
-        assert_near(mine[:, shared:], right[:, shared:], TOLERANCE)
+    found = own_parts(SHORT, model(**row).logits)
+    assert_own_near(found, wanted, TOLERANCE)
     assert_same_gradients(
-        gradients(model, lambda: weighted(own_parts(model(**row).logits, row))),
-        gradients(eager, lambda: weighted([alone(eager, [ids]) for ids in whole])),
+        gradients(model, lambda: loss(model, row)),
+        gradients(eager, lambda: loss_alone(eager, whole)),
         5 * TOLERANCE,
     )
     assert why_no_shared_prefixes(model) is None
@@ -110,7 +77,7 @@ def test_found_out_once_for_all_layers(
     monkeypatch.setattr(shared_prefixes, "_build", spy)
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     model = tiny("gemma3_window_4", "lowpeak", device, **layers)
-    row = shared_row(sequences(device))
+    row = shared_row(SHORT, sequences(SHORT, device))
     gradients(model, lambda: model(**row).logits.sum())
     assert sorted(windows) == [0, 4]
 
@@ -120,37 +87,36 @@ def test_found_out_once_for_all_layers(
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant: bool, device: torch.device) -> None:
     model = tiny("gemma3_window_4", "lowpeak", device).train()
-    row = shared_row(sequences(device))
-    wanted = gradients(model, lambda: weighted(own_parts(model(**row).logits, row)))
+    row = shared_row(SHORT, sequences(SHORT, device))
+    wanted = gradients(model, lambda: loss(model, row))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    found = gradients(model, lambda: weighted(own_parts(model(**row).logits, row)))
+    found = gradients(model, lambda: loss(model, row))
     assert_same_gradients(found, wanted, 1e-6)
 
 
 def test_autocast(device: torch.device) -> None:
     model = tiny("mistral_window_4", "lowpeak", device)
-    whole = sequences(device)
-    row = shared_row(whole)
+    whole = sequences(SHORT, device)
+    row = shared_row(SHORT, whole)
     with torch.autocast(device.type, torch.bfloat16):
-        found = own_parts(model(**row).logits, row)
+        found = own_parts(SHORT, model(**row).logits)
         wanted = [alone(model, [ids]) for ids in whole]
         assert why_no_shared_prefixes(model) is None
-    for mine, right, (_, shared) in zip(found, wanted, SHARED, strict=True):
-        # both round scores and sums at other places, in two layers
-        assert_near(mine[:, shared:], right[:, shared:], 8 * torch.finfo(torch.bfloat16).eps)
+    # both round scores and sums at other places, in two layers
+    assert_own_near(found, wanted, 8 * torch.finfo(torch.bfloat16).eps)
 
 
 # dynamo looks at every tensor it is given
 @pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor.*:UserWarning")
 def test_compiled_layers(device: torch.device) -> None:
     model = tiny("gemma3_window_4", "lowpeak", device)
-    row = shared_row(sequences(device))
-    wanted = gradients(model, lambda: weighted(own_parts(model(**row).logits, row)))
+    row = shared_row(SHORT, sequences(SHORT, device))
+    wanted = gradients(model, lambda: loss(model, row))
     torch.compiler.reset()
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = gradients(model, lambda: weighted(own_parts(model(**row).logits, row)))
+    found = gradients(model, lambda: loss(model, row))
     compiled = {name.replace("_orig_mod.", ""): x for name, x in found.items()}
     assert_same_gradients(compiled, wanted, 1e-5)
 
@@ -233,16 +199,15 @@ def test_reasons_that_need_no_test(device: torch.device) -> None:
 def test_varlen_in_models(name: str, device: torch.device) -> None:
     exact = tiny(name, "eager", device)
     model = twin(exact, "lowpeak").to(torch.bfloat16)
-    whole = sequences(device)
-    row = shared_row(whole)
+    whole = sequences(SHORT, device)
+    row = shared_row(SHORT, whole)
     wanted = [alone(exact, [ids]) for ids in whole]
-    found = own_parts(model(**row).logits, row)
-    for mine, right, (_, shared) in zip(found, wanted, SHARED, strict=True):
-        # a row of random logits in bfloat16, after two layers
-        assert_near(mine[:, shared:], right[:, shared:], 0.06)
-    shared_gradients = gradients(model, lambda: weighted(own_parts(model(**row).logits, row)))
-    apart = gradients(model, lambda: weighted([alone(model, [ids]) for ids in whole]))
-    right_gradients = gradients(exact, lambda: weighted([alone(exact, [ids]) for ids in whole]))
+    found = own_parts(SHORT, model(**row).logits)
+    # a row of random logits in bfloat16, after two layers
+    assert_own_near(found, wanted, 0.06)
+    shared_gradients = gradients(model, lambda: loss(model, row))
+    apart = gradients(model, lambda: loss_alone(model, whole))
+    right_gradients = gradients(exact, lambda: loss_alone(exact, whole))
     scale = max(g.abs().max().item() for g in right_gradients.values())
 
     def error(x: dict[str, Tensor]) -> float:
