@@ -255,7 +255,7 @@ def test_reference_that_cannot_be_packed_keeps_both_padded(tmp_path, caplog):
     trainer.train()
     stock.train()
     oracle.assert_close(trainer.state.log_history[0]["loss"], stock.state.log_history[0]["loss"])
-    with pytest.raises(ValueError, match="in the reference model. Set padding_free=None"):
+    with pytest.raises(ValueError, match=r"in the reference model\. Set padding_free=None"):
         methods.build(
             lowpeak_trainers, "DPO", tmp_path, ref_model=opt(), options={"padding_free": True}
         )

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lowpeak.attention import AttentionChoice, why_no_shared_prefixes
 from lowpeak.config import MemoryConfig
+from lowpeak.models import Rearranged
 from lowpeak.pretrained import pretrained_model
 
 from .attention import choose_trainer_attention, reference_attention
@@ -19,7 +22,7 @@ from .padding_free import PaddingFree
 from .padding_free_switch import hidden_from_trl, switch_padding_free, why_not_packed
 from .removed_options import TrainerConfig
 from .seam import SEAMS, heads_from, trl_modules_of
-from .split_rows import FirstLayout, SplitRows
+from .split_rows import SplitRows
 
 logger = logging.getLogger("lowpeak.trainers")
 
@@ -48,16 +51,65 @@ def equipped(
         wanted: likewise.
         given: the arguments of `__init__`.
     """
-    modules, owner = trl_modules_of(type(trainer)), type(trainer).__name__
-    splitter = SplitRows()
-    installer = HeadFromConfig(owner, settings, FirstLayout(splitter, layout))
+    modules = trl_modules_of(type(trainer))
+    hidden: dict[int, Any] = {}
+
+    def options() -> RowOptions:
+        chosen = wanted()
+        return chosen._replace(padding_free=hidden.get(id(trainer.args), chosen.padding_free))
+
+    rows = TrainerRows(layout)
+    rows.arrange_by(lambda: _arrange(trainer, layout, rows.splitter, settings(), options()))
+    installer = HeadFromConfig(type(trainer).__name__, settings, rows)
     with (
         heads_from(installer, [name for name in modules if name in SEAMS]),
-        hidden_from_trl(*given),
+        hidden_from_trl(*given) as concealed,
     ):
+        hidden.update(concealed)
         yield
-    config = settings()
-    scores = REWARD_MODULE in modules
+    rows.arrange()
+
+
+class TrainerRows:
+    """The layout of a trainer's calls, arranged by its first fused call or once it is built.
+
+    TRL precomputes log-probabilities of the reference while it builds a trainer.
+
+    Args:
+        padding_free: what packs the padded calls.
+    """
+
+    def __init__(self, padding_free: PaddingFree) -> None:
+        self.splitter = SplitRows()
+        self._layouts = (self.splitter, padding_free)
+        self._arrange: Callable[[], None] | None = None
+
+    def arrange_by(self, arrange: Callable[[], None]) -> None:
+        """Let `arrange` switch the layouts, once."""
+        self._arrange = arrange
+
+    def arrange(self) -> None:
+        """Do so now, unless it has been done; afterwards nothing here reaches the trainer."""
+        arrange, self._arrange = self._arrange, None
+        if arrange is not None:
+            arrange()
+
+    def __call__(self, arguments: dict[str, Any], labels: Tensor) -> Rearranged | None:
+        """The call in the layout that takes it, or None where it stays as it is."""
+        self.arrange()
+        found: Iterator[Rearranged | None] = (layout(arguments, labels) for layout in self._layouts)
+        return next((row for row in found if row is not None), None)
+
+
+def _arrange(
+    trainer: Any,
+    layout: PaddingFree,
+    splitter: SplitRows,
+    config: MemoryConfig,
+    options: RowOptions,
+) -> None:
+    owner = type(trainer).__name__
+    scores = REWARD_MODULE in trl_modules_of(type(trainer))
     if scores:
         report_no_head(owner, config)
     choice = choose_trainer_attention(trainer, config)
@@ -67,7 +119,6 @@ def equipped(
         if scores
         else lambda: why_head_forbids_packing(config) or _why_reference_cannot(trainer)
     )
-    options = wanted()
     sharing = (lambda: why_prompts_not_shared(trainer)) if options.share_prompts else None
     switch_padding_free(layout, owner, trainer.args, options.padding_free, choice, unable, sharing)
 

@@ -20,18 +20,18 @@ _WITHOUT_MASK = ("lowpeak", "flash")
 
 
 @contextmanager
-def hidden_from_trl(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def hidden_from_trl(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[dict[int, Any]]:
     """While a trainer is built with these arguments, its config has no `padding_free`.
 
     SFTTrainer would flatten its batches itself, and refuse max_length with it; DPOTrainer would
-    warn that it ignores the option.
+    warn that it ignores the option. Yields the hidden values by the id of the config.
     """
     configs = [x for x in (*args, *kwargs.values()) if isinstance(x, TrainerConfig)]
     wanted = [config.padding_free for config in configs]
     for config in configs:
         config.padding_free = None
     try:
-        yield
+        yield {id(config): value for config, value in zip(configs, wanted, strict=True)}
     finally:
         for config, value in zip(configs, wanted, strict=True):
             config.padding_free = value

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.models import BatchLayout, FusedCausalLMOutput, Rearranged
+from lowpeak.models import FusedCausalLMOutput
 
 from .padding_free import IGNORE_INDEX
 
@@ -107,15 +107,3 @@ class SplitRows:
             places=places,
             packed_labels=labels,
         )
-
-
-class FirstLayout:
-    """The first of several layouts that does something with a call."""
-
-    def __init__(self, *layouts: BatchLayout) -> None:
-        self._layouts = layouts
-
-    def __call__(self, arguments: dict[str, Any], labels: Tensor) -> Rearranged | None:
-        """The call in that layout, or None where none of them takes it."""
-        found = (layout(arguments, labels) for layout in self._layouts)
-        return next((row for row in found if row is not None), None)
