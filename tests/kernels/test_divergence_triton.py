@@ -8,6 +8,8 @@ from divergence_checks import BETAS, assert_exact, make_pair, run, upstream_for
 from lm_head_checks import Transform, error, largest
 from sync_debug import synchronisations
 
+from lowpeak import LogitTransform, TopKLogProbs, fused_top_k_divergence
+
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,6 +46,28 @@ def test_one_pass(beta: float, dtype: torch.dtype, device: torch.device) -> None
     options = {"backend": "triton", "scratch_bytes": 1 << 19}
     assert_exact(pair, frozen=("weight", "bias"), **options)
     assert_exact(pair, expected_grads=upstream * 2, upstream=upstream, **options)
+
+
+@pytest.mark.parametrize("softcap", [None, 6.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_top_k_table(dtype: torch.dtype, softcap: float | None, device: torch.device) -> None:
+    """Entries leave the tiles as logits of -inf, which a cap keeps only beside a bias."""
+    pair = make_pair(5, 1000, 0.3, dtype, device, bias=False)
+    ids = torch.rand(5, 1000).to(device).argsort(-1)[:, :6]
+    table = TopKLogProbs(ids, torch.full((5, 6), -2.5, device=device))
+    results = []
+    for backend in ("triton", "torch"):
+        leaves = pair.student.leaves()
+        divergence, entropy = fused_top_k_divergence(
+            leaves["hidden"], leaves["weight"], table, beta=0.3,
+            student_transform=LogitTransform(softcap=softcap, temperature=0.8),
+            backend=backend, scratch_bytes=1 << 18,
+        )  # fmt: skip
+        divergence.backward(torch.linspace(-1, 1, 5, device=device))
+        results.append((divergence.detach(), entropy, *(leaf.grad for leaf in leaves.values())))
+    unit = 1e-5 if dtype == torch.float32 else 2e-3
+    for ours, theirs in zip(*results, strict=True):
+        assert error(ours, theirs) <= unit * max(1.0, largest(theirs))
 
 
 @pytest.mark.parametrize("beta", BETAS)

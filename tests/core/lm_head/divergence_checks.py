@@ -180,19 +180,21 @@ def assert_exact(
         reference = error(getattr(plain, name), expected)
         allowed = value_tolerance(reference, true.largest_logit, wide)
         assert error(found, expected) <= allowed, (name, error(found, expected), allowed)
-    _assert_gradients(pair, ours, true, upstream, frozen, compute_dtype)
+    half = evaluate(pair, upstream, compute_dtype, wide)
+    assert_gradients(pair, ours, true, half, upstream, frozen, compute_dtype)
     return ours
 
 
-def _assert_gradients(
+def assert_gradients(
     pair: Pair,
     ours: PairEvaluation,
     true: PairEvaluation,
+    plain: PairEvaluation,
     upstream: Tensor,
     frozen: Iterable[str],
     compute_dtype: torch.dtype,
 ) -> None:
-    plain = evaluate(pair, upstream, compute_dtype, statistics_dtype(compute_dtype))
+    """The gradients lie within the tolerances of `plain`, the yardstick in `compute_dtype`."""
     temperature = pair.student.transform.temperature
     if isinstance(temperature, Tensor):
         temperature = float(temperature.min()) if temperature.numel() else 1.0

@@ -11,31 +11,49 @@ if TYPE_CHECKING:
     from .config import MemoryConfig
     from .lm_head import (
         DivergenceOutput,
+        LMHeadMetrics,
         LMHeadOutput,
         LogitTransform,
+        TopKLogProbs,
         fused_divergence,
         fused_lm_head,
+        fused_top_k_divergence,
+        lm_head_metrics,
+        logit_tiles,
+        top_k_log_probs,
     )
     from .models import reduce_memory
 
 _HOMES = {
     "DivergenceOutput": "lm_head",
+    "LMHeadMetrics": "lm_head",
     "LMHeadOutput": "lm_head",
     "LogitTransform": "lm_head",
     "MemoryConfig": "config",
+    "TopKLogProbs": "lm_head",
     "fused_divergence": "lm_head",
     "fused_lm_head": "lm_head",
+    "fused_top_k_divergence": "lm_head",
+    "lm_head_metrics": "lm_head",
+    "logit_tiles": "lm_head",
     "reduce_memory": "models",
+    "top_k_log_probs": "lm_head",
 }
 
 __all__ = [
     "DivergenceOutput",
+    "LMHeadMetrics",
     "LMHeadOutput",
     "LogitTransform",
     "MemoryConfig",
+    "TopKLogProbs",
     "fused_divergence",
     "fused_lm_head",
+    "fused_top_k_divergence",
+    "lm_head_metrics",
+    "logit_tiles",
     "reduce_memory",
+    "top_k_log_probs",
 ]
 
 

@@ -1,18 +1,26 @@
 """The fused LM head: log-probabilities, statistics and divergences, never the logits."""
 
 from .divergence import DivergenceOutput, fused_divergence
+from .divergence_top_k import TopKLogProbs, fused_top_k_divergence
 from .expectation import ExpectationCounts, expectation_counts, reset_expectations
 from .head import fused_lm_head
+from .metrics import LMHeadMetrics, lm_head_metrics, logit_tiles, top_k_log_probs
 from .output import LMHeadOutput
 from .transform import LogitTransform
 
 __all__ = [
     "DivergenceOutput",
     "ExpectationCounts",
+    "LMHeadMetrics",
     "LMHeadOutput",
     "LogitTransform",
+    "TopKLogProbs",
     "expectation_counts",
     "fused_divergence",
     "fused_lm_head",
+    "fused_top_k_divergence",
+    "lm_head_metrics",
+    "logit_tiles",
     "reset_expectations",
+    "top_k_log_probs",
 ]

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import (
-    check_head,
-    check_options,
-    check_pair,
+from .checks import check_head, check_options
+from .divergence_checks import (
+    check_beta,
+    check_expected_grads,
+    check_mask,
+    check_same_rows,
     shared_vocabulary,
 )
 from .divergence_ops import (
@@ -26,7 +28,6 @@ from .divergence_passes import RESULT_NAMES, ROW_NAMES, HeadPair
 from .divergence_plan import one_pass_plan
 from .divergence_rows import (
     assert_divergence_rows,
-    check_expected_grads,
     given,
     select_divergence_rows,
 )
@@ -120,11 +121,13 @@ def fused_divergence(
     check_head("student_", student_hidden, student_weight, student_bias, student_transform)
     check_head("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_transform)
     check_options(row_selection, scratch_bytes, backend)
-    check_pair(student_hidden, teacher_hidden, mask, beta)
+    check_beta(beta)
+    check_same_rows(student_hidden, teacher_hidden)
+    check_mask(mask, student_hidden)
     check_expected_grads(expected_grads, student_hidden)
     size = shared_vocabulary(student_weight, teacher_weight, vocabulary)
-    student = _Head.of(student_hidden, student_weight, student_bias, student_transform, size)
-    teacher = _Head.of(teacher_hidden, teacher_weight, teacher_bias, teacher_transform, size)
+    student = Head.of(student_hidden, student_weight, student_bias, student_transform, size)
+    teacher = Head.of(teacher_hidden, teacher_weight, teacher_bias, teacher_transform, size)
 
     shape = student_hidden.shape[:-1]
     if mask is None:
@@ -182,8 +185,8 @@ def _usable(expected: Tensor | None, needs: Sequence[bool], mask: Tensor) -> Ten
 
 
 def _one_pass(
-    student: _Head,
-    teacher: _Head,
+    student: Head,
+    teacher: Head,
     beta: float,
     expected: Tensor | None,
     needs: tuple[bool, ...],
@@ -209,7 +212,7 @@ def _one_pass(
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """One head's arguments as the inner operators take them: rows flat, transform as numbers."""
 
     hidden: Tensor
@@ -227,7 +230,7 @@ class _Head:
         bias: Tensor | None,
         transform: LogitTransform,
         vocabulary: int,
-    ) -> _Head:
+    ) -> Head:
         """The head over the first `vocabulary` tokens."""
         dtype = product_dtype(hidden, weight)
         if vocabulary < weight.size(0):
@@ -257,7 +260,7 @@ class _Head:
         """What the passes take."""
         return head_inputs(self.tensors, self.transform, self.dtype)
 
-    def selected(self, rows: Tensor | None) -> _Head:
+    def selected(self, rows: Tensor | None) -> Head:
         """The head over some of the rows; None is all of them."""
         temperature = self.temperature
         return replace(

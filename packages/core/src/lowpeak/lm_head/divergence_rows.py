@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,48 +18,29 @@ def given(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: x for name, x in tensors.items() if x is not None}
 
 
-def check_expected_grads(expected: Tensor | None, rows: Tensor) -> None:
-    """Check the expected gradients of the rows of `rows` [..., H].
-
-    Raises:
-        TypeError, ValueError: for another type, dtype, shape or device.
-    """
-    if expected is None:
-        return
-    if not isinstance(expected, Tensor):
-        raise TypeError(f"expected_grads is {expected!r}: pass a tensor or None")
-    if not expected.is_floating_point():
-        raise TypeError(f"expected_grads has dtype {expected.dtype}: pass a floating-point one")
-    if expected.shape != rows.shape[:-1]:
-        raise ValueError(
-            f"expected_grads has shape {tuple(expected.shape)}: pass {tuple(rows.shape[:-1])}, "
-            "one for each row"
-        )
-    if expected.device != rows.device:
-        raise ValueError(f"expected_grads is on {expected.device} and the rows on {rows.device}")
-
-
 def select_divergence_rows(
     mask: Tensor,
     temperatures: Mapping[str, Tensor],
     biases: Mapping[str, Tensor],
     beta: float,
     expected: Tensor | None = None,
+    further: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor | None, int]:
     """Indices of the rows where `mask` [N] is not 0, int64, and how many of them are active.
 
     Rows whose `expected` gradient [N] is 0 are not; they come last. None stands for all rows in
     their own order. `temperatures` [N] and `biases` [V] by argument name, those that are given.
+    `further` is what else must be true, by the message for when it is not.
 
     Raises:
         ValueError: for a temperature that is not positive in a row that counts, a bias that masks
-            every token, or a KL divergence that is infinite.
+            every token, a KL divergence that is infinite, or what `further` says.
     """
     if mask.numel() == 0:
         return None, 0
     valid = mask != 0
     wanted = valid if expected is None else valid & (expected != 0)
-    checks = _checks(valid, temperatures, biases, beta)
+    checks = _checks(valid, temperatures, biases, beta) | dict(further)
     count, active, *passed = torch.stack(
         [valid.sum(), wanted.sum(), *(check.long() for check in checks.values())]
     ).tolist()
@@ -73,11 +55,16 @@ def select_divergence_rows(
 
 
 def assert_divergence_rows(
-    mask: Tensor, temperatures: Mapping[str, Tensor], biases: Mapping[str, Tensor], beta: float
+    mask: Tensor,
+    temperatures: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor],
+    beta: float,
+    further: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """The mask of the rows that count, without a synchronisation: assertions on the device."""
     valid = mask != 0
-    for message, fine in _checks(valid, temperatures, biases, beta).items():
+    checks = _checks(valid, temperatures, biases, beta) | dict(further)
+    for message, fine in checks.items():
         torch._assert_async(fine | ~valid.any(), message)
     return valid
 
