@@ -117,7 +117,7 @@ def _arrange(
     unable = (
         _scoring(trainer, layout)
         if scores
-        else lambda: why_head_forbids_packing(config) or _why_reference_cannot(trainer)
+        else lambda: why_head_forbids_packing(config) or why_reference_cannot_pack(trainer)
     )
     sharing = (lambda: why_prompts_not_shared(trainer)) if options.share_prompts else None
     switch_padding_free(layout, owner, trainer.args, options.padding_free, choice, unable, sharing)
@@ -149,7 +149,7 @@ def _keep_documents_apart(
         )
 
 
-def _why_reference_cannot(trainer: Any) -> str | None:
+def why_reference_cannot_pack(trainer: Any) -> str | None:
     choice = reference_attention(trainer)
     reason = None if choice is None else why_not_packed(choice)
     return None if reason is None else f"{reason}, in the reference model"

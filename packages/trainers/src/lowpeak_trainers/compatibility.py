@@ -62,6 +62,13 @@ EXPERIMENTAL_METHODS = {
             "generalized_jsd_loss": "student_logits, teacher_logits, labels=None, beta=0.5",
         }
     },
+    "tpo": {"TPOTrainer": {"_compute_loss": "self, model, inputs, return_outputs"}},
+    "online_dpo": {
+        "OnlineDPOTrainer": {
+            "_forward": "self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, "
+            "vision_inputs=None",
+        }
+    },
 }
 
 

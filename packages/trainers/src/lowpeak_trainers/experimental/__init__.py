@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cpo import CPOConfig, CPOTrainer
     from .gkd import GKDConfig, GKDTrainer
+    from .online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from .orpo import ORPOConfig, ORPOTrainer
+    from .tpo import TPOConfig, TPOTrainer
 
 __all__ = [
     "CPOConfig",
@@ -22,20 +24,18 @@ __all__ = [
     "GKDTrainer",
     "ORPOConfig",
     "ORPOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
+    "TPOConfig",
+    "TPOTrainer",
 ]
 
-_MODULES = {
-    "CPOConfig": "cpo",
-    "CPOTrainer": "cpo",
-    "GKDConfig": "gkd",
-    "GKDTrainer": "gkd",
-    "ORPOConfig": "orpo",
-    "ORPOTrainer": "orpo",
-}
+_MODULES = {"CPO": "cpo", "GKD": "gkd", "ORPO": "orpo", "OnlineDPO": "online_dpo", "TPO": "tpo"}
 
 
 def __getattr__(name: str) -> Any:
     # one module at a time: that of OnlineDPO imports vLLM where it is installed
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return vars(importlib.import_module(f"{__name__}.{_MODULES[name]}"))[name]
+    method = name.removesuffix("Config").removesuffix("Trainer")
+    return vars(importlib.import_module(f"{__name__}.{_MODULES[method]}"))[name]

@@ -15,7 +15,12 @@ from lowpeak.config import MemoryConfig
 from lowpeak.models import FusedCausalLMOutput, FusedForwardHandle
 from lowpeak.pretrained import pretrained_model
 
-from ..assembly import RowOptions, row_options_of, why_prompts_not_shared
+from ..assembly import (
+    RowOptions,
+    row_options_of,
+    why_prompts_not_shared,
+    why_reference_cannot_pack,
+)
 from ..attention import choose_trainer_attention
 from ..fused_forward import install_head, why_head_is_off
 from ..padding_free import PaddingFree
@@ -99,7 +104,7 @@ class FusedLogProbs(KeepsUseCache):
         if self._metrics_over_padding and not asked:
             names = " and ".join(self._metrics_over_padding)
             return f"{names}, which TRL computes over padding too (padding_free=True does not)"
-        return None
+        return why_reference_cannot_pack(self)
 
     def _fused(self, model: nn.Module, labels: Tensor, **arguments: Any) -> FusedCausalLMOutput:
         """Log-probabilities [B, S - 1] of `labels` [B, S], 0 where these are -100."""
