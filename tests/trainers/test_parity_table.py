@@ -32,6 +32,8 @@ ALWAYS = {
     "RLOO-rloo-two_iterations",
     "RLOO-rloo-mixture_of_experts",
     "Distillation-JSD-LoRA",
+    "Distillation-JSD-filled_to_16",
+    "Reward-logsigmoid-filled_to_16",
 }
 
 

@@ -27,8 +27,8 @@ class Case:
         option: what else was set, in words; empty for the defaults.
         options: what the config gets.
         model: "llama", "mixtral" (a mixture of experts), "lora" (an adapter on llama), "reward",
-            or "calm": llama with small logits, trained in small steps, for losses that magnify
-            the rounding of log ratios.
+            "reward lora", or "calm": llama with small logits, trained in small steps, for losses
+            that magnify the rounding of log ratios.
         same_as_default: the option must not change the loss, as an alias or another route to it.
     """
 
@@ -92,6 +92,12 @@ def loss_types(trainer: str) -> list[str]:
     return [name for name in documented_values(config, "loss_type") if name not in others]
 
 
+def _filled(case: Case) -> Case:
+    """The case with rows filled up to 16 tokens: each by TRL, the packed one by lowpeak."""
+    options = {**case.options, "pad_to_multiple_of": 16}
+    return dataclasses.replace(case, option="filled to 16", options=options, same_as_default=True)
+
+
 def _sft() -> Iterator[Case]:
     def case(loss: str, option: str = "", **options: Any) -> Case:
         return Case("SFT", loss, option, {"loss_type": loss, **options})
@@ -108,6 +114,7 @@ def _sft() -> Iterator[Case]:
     yield case("nll", "label smoothing", label_smoothing_factor=0.1)
     yield Case("SFT", "nll", "mixture of experts", {"loss_type": "nll"}, "mixtral")
     yield Case("SFT", "nll", "LoRA", {"loss_type": "nll"}, "lora")
+    yield _filled(case("nll"))
 
 
 def _dpo() -> Iterator[Case]:
@@ -152,6 +159,7 @@ def _dpo() -> Iterator[Case]:
     yield calm_case("discopop", "tau", discopop_tau=0.5)
     yield Case("DPO", "sigmoid", "mixture of experts", {"loss_type": ["sigmoid"]}, "mixtral")
     yield Case("DPO", "sigmoid", "LoRA", {"loss_type": ["sigmoid"]}, "lora")
+    yield _filled(case("sigmoid"))
 
 
 def _kto() -> Iterator[Case]:
@@ -165,6 +173,7 @@ def _kto() -> Iterator[Case]:
         )  # fmt: skip
         yield Case("KTO", loss, "LoRA", base, "lora")
     yield Case("KTO", "kto", "mixture of experts", {"loss_type": "kto"}, "mixtral")
+    yield _filled(Case("KTO", "kto", "", {"loss_type": "kto"}))
 
 
 def _grpo() -> Iterator[Case]:
@@ -198,6 +207,7 @@ def _grpo() -> Iterator[Case]:
     yield case("dapo", "truncated completions masked", mask_truncated_completions=True)
     yield case("dapo", "mixture of experts", "mixtral")
     yield case("dapo", "LoRA, KL", "lora", beta=0.04)
+    yield _filled(case("dapo"))
 
 
 def _rloo() -> Iterator[Case]:
@@ -211,6 +221,7 @@ def _rloo() -> Iterator[Case]:
     yield case("temperature", temperature=0.7)
     yield case("mixture of experts", "mixtral")
     yield case("LoRA", "lora")
+    yield _filled(case())
 
 
 def _distillation() -> Iterator[Case]:
@@ -218,8 +229,11 @@ def _distillation() -> Iterator[Case]:
         yield Case("Distillation", loss, "", {"beta": beta})
         yield Case("Distillation", loss, "temperature", {"beta": beta, "temperature": 0.7})
         yield Case("Distillation", loss, "LoRA", {"beta": beta}, "lora")
+    yield _filled(Case("Distillation", "JSD", "", {"beta": 0.5}))
 
 
 def _reward() -> Iterator[Case]:
     yield Case("Reward", "logsigmoid", model="reward")
     yield Case("Reward", "logsigmoid", "centred", {"center_rewards_coefficient": 0.1}, "reward")
+    yield Case("Reward", "logsigmoid", "LoRA", model="reward lora")
+    yield _filled(Case("Reward", "logsigmoid", model="reward"))

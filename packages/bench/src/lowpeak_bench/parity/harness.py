@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
+from torch import nn
 from trl.trainer import utils as trl_utils
 
 import lowpeak.models
@@ -107,6 +109,17 @@ def has_lowpeak_head(trainer: Trainer) -> bool:
         output = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
     assert isinstance(output, lowpeak.models.FusedCausalLMOutput | trl_utils.FusedCausalLMOutput)
     return isinstance(output, lowpeak.models.FusedCausalLMOutput)
+
+
+def note_packed_rows(trainer: Trainer, notes: list[bool]) -> None:
+    """Note of every call of the backbone of the trainer's model whether it is a packed row."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if is_peft_model(model) else model
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        notes.append(kwargs.get("cu_seq_lens_q") is not None)
+
+    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def logged(trainer: Trainer) -> Logs:

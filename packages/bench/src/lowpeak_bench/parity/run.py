@@ -26,6 +26,7 @@ from .harness import (
     deviations,
     has_lowpeak_head,
     logged,
+    note_packed_rows,
     settings,
     train_both,
 )
@@ -90,12 +91,19 @@ def run_case(case: Case, folder: Path) -> Result:
     """
     reference = tiny.save(_reference(case), folder / "reference")
     with _expected_warnings():
+        packed: list[bool] = []
+
+        def ours_watched() -> Trainer:
+            trainer = _build(lowpeak_trainers, case, folder, reference)
+            note_packed_rows(trainer, packed)
+            return trainer
+
         stock, ours = train_both(
             lambda: _build(trl, case, folder, reference),
-            lambda: _build(lowpeak_trainers, case, folder, reference),
+            ours_watched,
             online=case.trainer in METHODS_ONLINE,
         )
-        _require_lowpeak(case, ours)
+        _require_lowpeak(case, ours, any(packed))
     logs = logged(stock)
     return Result(case, tuple(deviations(logged(ours), logs)), logs)
 
@@ -128,7 +136,7 @@ def moved(logs: Logs, default: Logs) -> float:
 
 
 def _model(case: Case) -> Any:
-    if case.model == "reward":
+    if case.model.startswith("reward"):
         return tiny.reward_model()
     if case.model == "calm":
         return tiny.llama(initializer_range=0.1)
@@ -144,10 +152,11 @@ def _build(package: Any, case: Case, folder: Path, reference: str) -> Trainer:
     model.config._name_or_path = reference  # where GRPO and RLOO load their reference model from
     config = getattr(package, f"{case.trainer}Config")
     keywords: dict[str, Any] = {}
-    if case.model == "lora":
+    if case.model.endswith("lora"):
         keywords["peft_config"] = LoraConfig(
             r=4,
             lora_alpha=8,
+            task_type="SEQ_CLS" if case.trainer == "Reward" else None,
             target_modules=["q_proj", "v_proj", "down_proj"],
             # A fresh adapter leaves the policy equal to the reference: rewards are then 0 but for
             # rounding, and which of two is the larger says nothing.
@@ -183,12 +192,11 @@ def _data(case: Case) -> Any:
     return tiny.prompts(LENGTHS)
 
 
-def _require_lowpeak(case: Case, trainer: Trainer) -> None:
-    if case.trainer == "Reward":
-        return  # its model has no language model head
+def _require_lowpeak(case: Case, trainer: Trainer, packed: bool) -> None:
+    used = packed
     if case.trainer == "Distillation":
-        used = trainer.computes_divergence
-    else:
-        used = has_lowpeak_head(trainer)
+        used &= trainer.computes_divergence
+    elif case.trainer != "Reward":  # its model has no language model head
+        used &= has_lowpeak_head(trainer)
     if not used:
         raise RuntimeError(f"{case.name}: the second run did not use lowpeak")
