@@ -65,7 +65,7 @@ def test_all_that_run_here_are_right(problem: peers.HeadProblem, head: str) -> N
         problem = problem._replace(weight=problem.weight.detach())
     implementations = [
         one
-        for one in peers.baselines_and_peers() + peers.lowpeak_variants([None], ["auto"])
+        for one in peers.baselines_and_peers() + peers.lowpeak_variants([None], [None], ["auto"])
         if "Liger" not in one.name and "CCE" not in one.name
     ]
     results = measure_head(problem, implementations, BLANK, reference, repeats=1, warmup=0)

@@ -235,7 +235,9 @@ def run_shape(shape: HeadShape, options: argparse.Namespace) -> list[Measurement
 def choose(options: argparse.Namespace) -> list[HeadImplementation]:
     """List the implementations whose name contains one of --only, or all of them."""
     scratch_sizes: list[int | None] = [None, *options.scratch_bytes]
-    found = baselines_and_peers() + lowpeak_variants(scratch_sizes, options.backends)
+    expected_sizes: list[int | None] = [None, *options.expected_bytes]
+    found = baselines_and_peers()
+    found += lowpeak_variants(scratch_sizes, expected_sizes, options.backends)
     if not options.only:
         return found
     return [one for one in found if any(part in one.name for part in options.only)]
@@ -279,6 +281,13 @@ def parser() -> argparse.ArgumentParser:
     add("--heads", nargs="+", choices=("trained", "frozen"), default=["trained", "frozen"])
     add("--only", nargs="+", default=[], help="parts of the names of what to run; default all")
     add("--scratch-bytes", nargs="+", type=table.parse_bytes, default=[], help="more lowpeak rows")
+    add(
+        "--expected-bytes",
+        nargs="+",
+        type=table.parse_bytes,
+        default=[],
+        help="more rows that know the gradient beforehand; the bytes hold a float32 dW too",
+    )
     add("--backends", nargs="+", default=["auto"], help="lowpeak backends: auto triton torch")
     add("--weight-std", type=float, default=0.02)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

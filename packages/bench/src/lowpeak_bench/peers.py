@@ -5,6 +5,7 @@ Every peer is called as it ships, with its own defaults.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -120,12 +121,23 @@ def load_cce(**options: Any) -> Evaluate:
 
 
 def load_lowpeak(
-    outputs: Sequence[str], scratch_bytes: int | None = None, backend: str = "auto"
+    outputs: Sequence[str],
+    scratch_bytes: int | None = None,
+    backend: str = "auto",
+    expected: bool = False,
 ) -> Evaluate:
-    """Return lowpeak's fused head with the outputs, scratch size and backend asked for."""
+    """Return lowpeak's fused head with the outputs, scratch size and backend asked for.
+
+    `expected`: it is told the gradient of the mean loss beforehand.
+    """
     from lowpeak import fused_lm_head
 
     def evaluate(problem: HeadProblem) -> Evaluation:
+        tokens = problem.targets.numel()
+        expected_grads = None
+        if expected:
+            gradient = torch.full((tokens,), -1 / tokens, device=problem.targets.device)
+            expected_grads = {"log_probs": gradient}
         log_probs = fused_lm_head(
             problem.hidden,
             problem.weight,
@@ -133,6 +145,7 @@ def load_lowpeak(
             outputs=tuple(outputs),
             scratch_bytes=scratch_bytes,
             backend=backend,
+            expected_grads=expected_grads,
         ).log_probs
         assert log_probs is not None
         return Evaluation(-log_probs.mean(), log_probs)
@@ -154,25 +167,28 @@ def baselines_and_peers() -> list[HeadImplementation]:
     ]
 
 
-def lowpeak_variants(
-    scratch_sizes: Sequence[int | None], backends: Sequence[str]
-) -> list[HeadImplementation]:
-    """List lowpeak's head for each scratch size (None: its own choice) and backend."""
-    variants = []
-    for backend in backends:
-        for size in scratch_sizes:
-            label = "" if backend == "auto" else f", {backend}"
-            label += "" if size is None else f", {size / 2**20:g} MiB"
-            for name, outputs in _LOWPEAK_OUTPUTS.items():
-                load = _lowpeak_loader(outputs, size, backend)
-                variants.append(HeadImplementation(f"lowpeak, {name}{label}", load))
-    return variants
-
-
 _LOWPEAK_OUTPUTS = {"log-probs": ("log_probs",), "+ entropy": ("log_probs", "entropy")}
 
 
-def _lowpeak_loader(
-    outputs: Sequence[str], scratch_bytes: int | None, backend: str
-) -> Callable[[], Evaluate]:
-    return lambda: load_lowpeak(outputs, scratch_bytes, backend)
+def lowpeak_variants(
+    scratch_sizes: Sequence[int | None],
+    expected_sizes: Sequence[int | None],
+    backends: Sequence[str],
+) -> list[HeadImplementation]:
+    """List lowpeak's head for each scratch size (None: its own choice), backend and output set.
+
+    With a frozen head the plain rows take one pass where the size allows it. `expected_sizes` are
+    those of the rows that are told the gradient beforehand.
+    """
+    variants = []
+    for backend in backends:
+        label = "" if backend == "auto" else f", {backend}"
+        for expected, sizes in ((False, scratch_sizes), (True, expected_sizes)):
+            for size in sizes:
+                for name, outputs in _LOWPEAK_OUTPUTS.items():
+                    words = "expected, " if expected else ""
+                    words += f"{name}{label}"
+                    words += "" if size is None else f", {size / 2**20:g} MiB"
+                    load = functools.partial(load_lowpeak, outputs, size, backend, expected)
+                    variants.append(HeadImplementation(f"lowpeak, {words}", load))
+    return variants

@@ -1,7 +1,9 @@
 """Sweep of the tile sizes of lowpeak's LM head, to choose the planner's defaults.
 
 Forward tiles are timed in a forward without gradients, backward tiles in forward and backward with
-the planner's own forward tiles.
+the planner's own forward tiles. The phases "frozen" and "expected" are single passes over chunks of
+rows with all of the vocabulary, forward and backward; "fold" and "gradient" time one kernel on such
+a chunk alone, by launch shape.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import torch
 from lowpeak_bench import table
 from lowpeak_bench.environment import environment
 from lowpeak_bench.failures import reason
+from lowpeak_bench.launches import KERNELS, render_launches, sweep_launches
 from lowpeak_bench.lm_head import SHAPES, differentiate, find_shape, make_problem
 from lowpeak_bench.peers import Evaluate, HeadProblem, load_lowpeak
 from lowpeak_bench.timing import interleaved_medians, peak_bytes
 
 Phase = str
-PHASES: tuple[Phase, ...] = ("forward", "backward")
+TILE_PHASES: tuple[Phase, ...] = ("forward", "backward")
+CHUNK_PHASES: tuple[Phase, ...] = ("frozen", "expected")
+PHASES: tuple[Phase, ...] = (*TILE_PHASES, *CHUNK_PHASES, *KERNELS)
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,11 @@ class TileMeasurement:
     failure: str | None = None
 
 
-def candidates(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """List the tiles to try, the planner's own first, none above --max-tile-bytes."""
+def candidates(options: argparse.Namespace, phase: Phase, vocabulary: int) -> list[tuple[int, int]]:
+    """List the tiles to try, the planner's own first, no tile above --max-tile-bytes."""
+    if phase in CHUNK_PHASES:
+        chunks = [rows for rows in options.chunk_rows if rows <= options.tokens]
+        return [(0, 0), *((rows, vocabulary) for rows in chunks)]
     item = torch.empty(0, dtype=getattr(torch, options.dtype)).element_size()
     tiles = [
         (rows, columns)
@@ -66,7 +74,7 @@ def run_tile(evaluate: Evaluate, problem: HeadProblem, phase: Phase, tile: tuple
     if phase == "forward":
         with override(plan_forward=plan), torch.no_grad():
             return evaluate(problem)
-    with override(plan_backward=plan):
+    with override(**{f"plan_{phase}": plan}):
         return differentiate(evaluate, problem)
 
 
@@ -74,12 +82,12 @@ def sweep(
     problem: HeadProblem, blank: TileMeasurement, options: argparse.Namespace
 ) -> list[TileMeasurement]:
     """Measure all candidate tiles in one phase, interleaved, the fastest first."""
-    evaluate = load_lowpeak(options.outputs)
+    evaluate = load_lowpeak(options.outputs, expected=blank.phase == "expected")
     device = problem.hidden.device
     runs: list[Callable[[], Any]] = []
     results: list[TileMeasurement] = []
     failures: list[TileMeasurement] = []
-    for tile in candidates(options):
+    for tile in candidates(options, blank.phase, problem.weight.size(0)):
         run = functools.partial(run_tile, evaluate, problem, blank.phase, tile)
         result = dataclasses.replace(blank, rows=tile[0], columns=tile[1])
         try:
@@ -116,9 +124,10 @@ def parser() -> argparse.ArgumentParser:
     add("--shapes", nargs="+", default=[shape.name for shape in SHAPES], metavar="NAME|VxH")
     add("--tokens", type=int, default=8192)
     add("--heads", nargs="+", choices=("trained", "frozen"), default=["trained"])
-    add("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    add("--phases", nargs="+", choices=PHASES, default=list(TILE_PHASES))
     add("--rows", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
     add("--columns", nargs="+", type=int, default=[2048, 4096, 8192, 16384, 32768])
+    add("--chunk-rows", nargs="+", type=int, default=[256, 512, 1024, 2048, 2736, 4096])
     add("--max-tile-bytes", type=table.parse_bytes, default=256 * table.MIB)
     add("--outputs", nargs="+", default=["log_probs"])
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -141,10 +150,19 @@ def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) ->
             if head == "frozen":
                 problem = trained._replace(weight=trained.weight.detach())
             for phase in options.phases:
+                if phase in KERNELS:
+                    continue
                 found = sweep(problem, TileMeasurement(shape.name, head, phase, 0, 0), options)
                 results += found
                 stream.write(table.heading(f"{shape.name}, {head} head, {phase}", stream))
                 stream.write(render_results(found))
+                stream.flush()
+        for kernel in (phase for phase in options.phases if phase in KERNELS):
+            for rows in options.chunk_rows:
+                launches = sweep_launches(kernel, rows, problem.weight.size(0), dtype, options)
+                title = f"{shape.name}, {kernel} kernel, {rows} rows"
+                stream.write(table.heading(title, stream))
+                stream.write(render_launches(launches))
                 stream.flush()
     if options.json is not None:
         document = {

@@ -15,7 +15,7 @@ from .function import FusedLMHead, HeadCall
 from .gemm import product_dtype
 from .ops import output_flags, result_names
 from .output import LMHeadOutput
-from .rows import assert_rows, gathered, placed, select_rows
+from .rows import assert_rows, gathered, order_rows, placed
 from .tiles import HeadInputs
 from .transform import LogitTransform
 
@@ -133,7 +133,7 @@ def fused_lm_head(
     else:
         busy = None if expected is None else (expected != 0).any(0)
         checked = (targets, vocabulary, ignore_index, rows_temperature, bias)
-        rows, active = select_rows(*checked, busy)
+        rows, active = order_rows(*checked, busy)
         flat, targets = gathered(flat, rows), gathered(targets, rows)
         if rows_temperature is not None:
             rows_temperature = gathered(rows_temperature, rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .chunks import Needs, kept_dtypes
 from .forward import run_forward
-from .rows import gathered, nonzero, select_rows
+from .rows import gathered, nonzero, order_rows
 from .single_pass import ExpectedSource, TargetSource, run_single_pass
 from .tiles import HeadInputs
 
@@ -42,7 +42,7 @@ class HeadRows:
         places = None
         if ignore_index is not None:
             busy = nonzero(expected) if expected else None
-            places, active = select_rows(
+            places, active = order_rows(
                 targets,
                 inputs.weight.size(0),
                 ignore_index,

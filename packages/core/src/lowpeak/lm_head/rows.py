@@ -14,11 +14,24 @@ def select_rows(
     ignore_index: int,
     temperature: Tensor | None,
     bias: Tensor | None,
-    busy: Tensor | None = None,
-) -> tuple[Tensor | None, int]:
+) -> Tensor | None:
     """Indices of the rows whose target is not `ignore_index`, int64; None when all rows count.
 
-    And how many of them are `busy` [N] bool (None: all): those come first.
+    Raises what `order_rows` does.
+    """
+    rows, _ = order_rows(targets, vocabulary, ignore_index, temperature, bias, None)
+    return rows
+
+
+def order_rows(
+    targets: Tensor,
+    vocabulary: int,
+    ignore_index: int,
+    temperature: Tensor | None,
+    bias: Tensor | None,
+    busy: Tensor | None,
+) -> tuple[Tensor | None, int]:
+    """`select_rows` with the `busy` rows first ([N] bool; None: all are), and how many those are.
 
     Raises:
         IndexError: for a target that is neither `ignore_index` nor in [0, vocabulary).
