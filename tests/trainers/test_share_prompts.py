@@ -136,7 +136,8 @@ def tokens(calls):
     )
 
 
-def test_dpo_computes_a_prompt_once_a_pair(tmp_path):
+def test_dpo_computes_a_prompt_once_a_pair(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
     options = {"share_prompts": True, "max_steps": 4}  # each pair once
     trainer = build(lowpeak_trainers, "DPO", tmp_path, options=options)
     calls = rows_of(trainer)
@@ -146,6 +147,9 @@ def test_dpo_computes_a_prompt_once_a_pair(tmp_path):
     # the last of a prompt predicts the completion, and is each row's own
     spared = sum(prompt - 1 for prompt, _, _ in PAIRS)
     assert tokens(calls) == (both - spared, spared)
+    lines = [r.getMessage() for r in caplog.records if "of the first batch" in r.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].startswith("shared prompts: ")
 
 
 def test_grpo_computes_a_prompt_once_a_group(tmp_path):
@@ -277,6 +281,12 @@ def test_distillation_has_nothing_to_share(tmp_path):
             train_dataset=tiny.prompts([4, 7, 5, 6]),
             processing_class=tiny.tokenizer(),
         )
+
+
+def test_packed_rows_have_nothing_to_share(tmp_path):
+    options = {"share_prompts": True, "packing": True, "max_length": 64}
+    with pytest.raises(ValueError, match="SFTTrainer: packing=True has it in packed rows already"):
+        build(lowpeak_trainers, "SFT", tmp_path, options=options)
 
 
 def test_environment_has_the_last_word(tmp_path, monkeypatch):

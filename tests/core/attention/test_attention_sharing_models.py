@@ -64,8 +64,11 @@ def test_row_is_its_sequences(name: str, device: torch.device) -> None:
     assert why_no_shared_prefixes(model) is None
 
 
+# transformers 5.24 renamed the method, 5.17 has not the new one
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
 def test_found_out_once_for_all_layers(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
+    checkpointing: str | None, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     windows: list[int] = []
     build = shared_prefixes._build
@@ -76,7 +79,10 @@ def test_found_out_once_for_all_layers(
 
     monkeypatch.setattr(shared_prefixes, "_build", spy)
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    model = tiny("gemma3_window_4", "lowpeak", device, **layers)
+    model = tiny("gemma3_window_4", "lowpeak", device, **layers).train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
     row = shared_row(SHORT, sequences(SHORT, device))
     gradients(model, lambda: model(**row).logits.sum())
     assert sorted(windows) == [0, 4]

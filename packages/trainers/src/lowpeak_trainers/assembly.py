@@ -172,6 +172,8 @@ def why_prompts_not_shared(trainer: Any) -> str | None:
     """What keeps the models of `trainer` from rows with shared prompts, or None."""
     if DISTILLATION_MODULE in trl_modules_of(type(trainer)):
         return "its batches hold each prompt once"
+    if vars(trainer.args).get("packing"):
+        return "packing=True has it in packed rows already, which are left as they are"
     unwrap = trainer.accelerator.unwrap_model
     with trainer.accelerator.autocast():
         reason = why_no_shared_prefixes(pretrained_model(unwrap(trainer.model)))

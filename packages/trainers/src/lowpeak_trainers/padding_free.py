@@ -6,6 +6,7 @@ the packed row, and its per-token results go back to where the tokens were.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from lowpeak.models import FusedCausalLMOutput
 
 from .prompt_sharing import SharedPrefix, choose_prefixes, prefix_facts
+
+logger = logging.getLogger("lowpeak.trainers")
 
 IGNORE_INDEX = -100
 # Arguments that say nothing of single tokens; a call with any other is left padded.
@@ -81,6 +84,7 @@ class PaddingFree:
         self._on = False
         self._multiple: int | None = None
         self._share = False
+        self._reported = False
 
     def switch(self, on: bool, multiple: int | None = None, share_prompts: bool = False) -> None:
         """Switch packing on or off.
@@ -128,6 +132,13 @@ class PaddingFree:
         if orphan_count or not sum(lengths) or max(breaks) > 1:
             return None
         shared = choose_prefixes(lengths, known) if known else [SharedPrefix()] * len(lengths)
+        if known and not self._reported:
+            self._reported = True
+            logger.info(
+                "shared prompts: %d of the %d tokens of the first batch need no computation",
+                sum(prefix.tokens for prefix in shared),
+                sum(lengths),
+            )
         return self._pack(arguments, labels, real, lengths, shared)
 
     def _pack(

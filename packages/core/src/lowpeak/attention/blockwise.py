@@ -355,16 +355,14 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seq_lens, ctx.window, ctx.scale = inputs
+    # Not saved with the others: checkpointing would give back a copy, to be read once a layer.
+    query, key, value, ctx.cu_seq_lens, ctx.window, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output, cu_seq_lens)
+    ctx.save_for_backward(query, key, value, *output)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, output, log_sums, cu_seq_lens = ctx.saved_tensors
-    found = _backward_op(
-        grad, query, key, value, output, log_sums, cu_seq_lens, ctx.window, ctx.scale
-    )
+    found = _backward_op(grad, *ctx.saved_tensors, ctx.cu_seq_lens, ctx.window, ctx.scale)
     return (*found, None, None, None)
 
 

@@ -246,13 +246,15 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, prefixes, ctx.window, ctx.scale = inputs
+    # Not saved with the others: checkpointing would give back a copy of it, for which everything
+    # would be derived again, layer by layer.
+    query, key, value, ctx.prefixes, ctx.window, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output, prefixes)
+    ctx.save_for_backward(query, key, value, *output)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = _backward_op(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
+    found = _backward_op(grad, *ctx.saved_tensors, ctx.prefixes, ctx.window, ctx.scale)
     return (*found, None, None, None)
 
 
