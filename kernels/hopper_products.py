@@ -21,6 +21,7 @@ BLOCK_N, BLOCK_V, BLOCK_H = 128, 256, 64
 WARPS, STAGES = 8, 3
 # Blocks of rows that walk the vocabulary together: 4096 rows stay in the L2 cache.
 GROUP = 32
+LOG2E = 1.4426950408889634
 # Descriptors of blocks in memory need rows that start at multiples of 16 bytes.
 _ALIGNMENT = 16
 
@@ -73,7 +74,8 @@ def compiled_variant(
 ) -> tuple[str, dict[str, str], Any, int]:
     """An entry of AOT_VARIANTS: `optional` pointers without a type are None."""
     types = dict(types)
-    constants |= flags
+    shape = {"BLOCK_N": BLOCK_N, "BLOCK_V": BLOCK_V, "BLOCK_H": BLOCK_H, "GROUP": GROUP}
+    constants = shape | {"LOG2E": LOG2E} | constants | flags
     for pointer, kind in optional.items():
         if kind is None:
             constants[pointer] = None
@@ -90,7 +92,7 @@ def factor_types(dtype: str) -> dict[str, str]:
         "targets_ptr": "*i64",
     }
     types |= dict.fromkeys(("start", "rows", "width", "features", "programs"), "i32")
-    return types | dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
+    return types | dict.fromkeys(("scale", "temperature"), "fp32")
 
 
 # see products_serve

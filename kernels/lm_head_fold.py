@@ -135,24 +135,6 @@ def fold_tile_torch(
 
 
 @jit
-def fold_block(z, maximum, sum_exp, centred, squares, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Running sums [L] after the logits z [L, columns], the target's among them set to -inf."""
-    new = tl.maximum(maximum, tl.max(z, axis=1))
-    centre = tl.where(new == float("-inf"), 0.0, new)
-    shrink = tl.exp(maximum - centre)
-    z -= centre[:, None]
-    weights = tl.exp(z)
-    if ENTROPY:
-        shift = tl.where(maximum == float("-inf"), 0.0, maximum - centre)
-        # exp(z) is 0 below -104: the bound turns 0 * -inf into 0
-        added = tl.sum(weights * tl.maximum(z, -200.0), axis=1)
-        centred = (centred + shift * sum_exp) * shrink + added
-    if SQUARES:
-        squares = squares * (shrink * shrink) + tl.sum(weights * weights, axis=1)
-    return new, sum_exp * shrink + tl.sum(weights, axis=1), centred, squares
-
-
-@jit
 def lm_head_fold_kernel(
     tile_ptr,
     row_stride,
@@ -202,8 +184,10 @@ def lm_head_fold_kernel(
     within = lanes[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     maximum = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
     sum_exp = tl.zeros([BLOCK // GROUP], tl.float32)
-    centred = tl.zeros([BLOCK // GROUP], tl.float32)
-    squares = tl.zeros([BLOCK // GROUP], tl.float32)
+    if ENTROPY:
+        centred = tl.zeros([BLOCK // GROUP], tl.float32)
+    if SQUARES:
+        squares = tl.zeros([BLOCK // GROUP], tl.float32)
     if MEAN:
         total = tl.zeros([BLOCK // GROUP], tl.float32)
     if TOP1:
@@ -223,9 +207,20 @@ def lm_head_fold_kernel(
             earlier = tl.where(columns < target, z, float("-inf"))
             before = tl.maximum(before, tl.max(earlier, axis=1))
 
-        maximum, sum_exp, centred, squares = fold_block(
-            z, maximum, sum_exp, centred, squares, ENTROPY, SQUARES
-        )
+        new = tl.maximum(maximum, tl.max(z, axis=1))
+        centre = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp(maximum - centre)
+        z -= centre[:, None]
+        weights = tl.exp(z)
+        if ENTROPY:
+            shift = tl.where(maximum == float("-inf"), 0.0, maximum - centre)
+            # exp(z) is 0 below -104: the bound turns 0 * -inf into 0
+            added = tl.sum(weights * tl.maximum(z, -200.0), axis=1)
+            centred = (centred + shift * sum_exp) * shrink + added
+        if SQUARES:
+            squares = squares * (shrink * shrink) + tl.sum(weights * weights, axis=1)
+        sum_exp = sum_exp * shrink + tl.sum(weights, axis=1)
+        maximum = new
 
     # Merge the lanes, and what earlier tiles left.
     old = tl.load(maximum_ptr + row)

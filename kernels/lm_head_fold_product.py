@@ -18,6 +18,7 @@ from .hopper_products import (
     BLOCK_N,
     BLOCK_V,
     GROUP,
+    LOG2E,
     STAGES,
     WARPS,
     compiled_variant,
@@ -25,8 +26,8 @@ from .hopper_products import (
     factor_types,
     programs,
 )
-from .lm_head_fold import Folded, RowStatistics, fold_block
-from .logit_transform import TileTransform, transform_block
+from .lm_head_fold import Folded, RowStatistics
+from .logit_transform import TileTransform
 from .triton_shim import jit, tl
 
 __all__ = ["AOT_TARGETS", "AOT_VARIANTS", "fold_product_triton", "span_count"]
@@ -39,8 +40,6 @@ _SPAN = 8
 def lm_head_fold_product_kernel(
     hidden,
     weight,
-    logits_ptr,
-    logits_stride,
     bias_ptr,
     targets_ptr,
     temperature_ptr,
@@ -56,12 +55,9 @@ def lm_head_fold_product_kernel(
     width,
     features,
     scale,
-    softcap,
     temperature,
     programs,
-    STORE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr,
     ENTROPY: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -72,6 +68,7 @@ def lm_head_fold_product_kernel(
     BLOCK_H: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    LOG2E: tl.constexpr,
 ):
     row_blocks = tl.cdiv(rows, BLOCK_N)
     spans = tl.cdiv(width, BLOCK_V * SPAN)
@@ -84,12 +81,13 @@ def lm_head_fold_product_kernel(
         row = start_n + tl.arange(0, BLOCK_N)
         counts = row < rows
         target = tl.load(targets_ptr + row, mask=counts, other=-1) - start
+        # The sums are those of raw logits x, whose softmax is that of 2^(unit x).
+        slope = tl.full((BLOCK_N,), scale, tl.float32)
         if ROW_TEMPERATURE:
-            temperature_row = tl.load(temperature_ptr + row, mask=counts, other=1.0)
-            inverse_temperature = tl.div_rn(tl.full((BLOCK_N,), 1.0, tl.float32), temperature_row)
-            inverse_temperature = inverse_temperature[:, None]
+            slope = tl.div_rn(slope, tl.load(temperature_ptr + row, mask=counts, other=1.0))
         else:
-            inverse_temperature = tl.div_rn(1.0, temperature)
+            slope = slope * tl.div_rn(1.0, temperature)
+        unit = slope * LOG2E
         maximum = tl.full((BLOCK_N,), float("-inf"), tl.float32)
         sum_exp = tl.zeros((BLOCK_N,), tl.float32)
         centred = tl.zeros((BLOCK_N,), tl.float32)
@@ -104,41 +102,46 @@ def lm_head_fold_product_kernel(
                 block = weight.load([start_v, start_h])
                 x = tl.dot(hidden.load([start_n, start_h]), block.T, x)
             column = start_v + tl.arange(0, BLOCK_V)
-            inside = column < width
-            if STORE:
-                where = row[:, None].to(tl.int64) * logits_stride + column[None, :]
-                stored = x.to(logits_ptr.dtype.element_ty)
-                tl.store(logits_ptr + where, stored, mask=counts[:, None] & inside[None, :])
             if HAS_BIAS:
-                x += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-            z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+                added = tl.load(bias_ptr + column, mask=column < width, other=0.0)
+                x += added.to(tl.float32)[None, :]
             if MEAN:
-                total += tl.sum(z, axis=1)  # zero outside of the vocabulary
-            hit = (target >= start_v) & (target < last_v) & (target < start_v + BLOCK_V)
-            any_hit = tl.max(hit.to(tl.int32), axis=0) > 0
+                total += tl.sum(x, axis=1)  # zero outside of the vocabulary
+            hit = (target >= start_v) & (target < start_v + BLOCK_V) & (target < width)
             # few blocks hold a target of their rows, and one the end of the vocabulary
-            if any_hit | (start_v + BLOCK_V > width):
+            if (tl.max(hit.to(tl.int32), axis=0) > 0) | (start_v + BLOCK_V > width):
                 is_target = column[None, :] == target[:, None]
-                of_target = tl.sum(tl.where(is_target, z, 0.0), axis=1)
-                tl.store(target_ptr + row, of_target, mask=hit & counts)
-                z = tl.where(is_target | (inside[None, :] == 0), float("-inf"), z)
+                of_target = tl.sum(tl.where(is_target, x, 0.0), axis=1)
+                tl.store(target_ptr + row, of_target * slope, mask=hit & counts)
+                x = tl.where(is_target | (column >= width)[None, :], float("-inf"), x)
             if TOP1:
-                earlier = tl.where(column[None, :] < target[:, None], z, float("-inf"))
+                earlier = tl.where(column[None, :] < target[:, None], x, float("-inf"))
                 before = tl.maximum(before, tl.max(earlier, axis=1))
-            maximum, sum_exp, centred, squares = fold_block(
-                z, maximum, sum_exp, centred, squares, ENTROPY, SQUARES
-            )
+            new = tl.maximum(maximum, tl.max(x, axis=1))
+            centre = tl.where(new == float("-inf"), 0.0, new)
+            shrink = tl.exp2((maximum - centre) * unit)
+            exponent = x * unit[:, None] - (centre * unit)[:, None]
+            weights = tl.exp2(exponent)
+            if ENTROPY:
+                shift = tl.where(maximum == float("-inf"), 0.0, (maximum - centre) * unit)
+                # 2^exponent is 0 below -150: the bound turns 0 * -inf into 0
+                added = tl.sum(weights * tl.maximum(exponent, -300.0), axis=1)
+                centred = (centred + shift * sum_exp) * shrink + added
+            if SQUARES:
+                squares = squares * (shrink * shrink) + tl.sum(weights * weights, axis=1)
+            sum_exp = sum_exp * shrink + tl.sum(weights, axis=1)
+            maximum = new
         place = span * rows + row
-        tl.store(maximum_ptr + place, maximum, mask=counts)
+        tl.store(maximum_ptr + place, maximum * slope, mask=counts)
         tl.store(sum_exp_ptr + place, sum_exp, mask=counts)
         if ENTROPY:
-            tl.store(centred_ptr + place, centred, mask=counts)
+            tl.store(centred_ptr + place, centred / LOG2E, mask=counts)
         if SQUARES:
             tl.store(squares_ptr + place, squares, mask=counts)
         if MEAN:
-            tl.store(total_ptr + place, total, mask=counts)
+            tl.store(total_ptr + place, total * slope, mask=counts)
         if TOP1:
-            tl.store(maximum_before_ptr + place, before, mask=counts)
+            tl.store(maximum_before_ptr + place, before * slope, mask=counts)
 
 
 def span_count(columns: int) -> int:
@@ -156,14 +159,12 @@ def fold_product_triton(
     start: int,
     transform: TileTransform,
     folded: Folded,
-    logits: Tensor | None,
 ) -> None:
     """Fold the logits of `hidden` [n, H] with a block of the vocabulary into `statistics`.
 
     Args:
         weight: [v, H], the rows of the head's weight from `start` on, of hidden's dtype.
-        logits: [n, v], where the raw logits go, rounded to its dtype; None keeps none. The
-            statistics are those of the float32 logits.
+        transform: without a soft cap, and with a scale above 0.
 
     The other arguments are those of `fold_tile_torch`.
     """
@@ -179,8 +180,6 @@ def fold_product_triton(
     count = programs(hidden.device, -(-rows // BLOCK_N) * spans)
     lm_head_fold_product_kernel[(count,)](
         *factor_descriptors(hidden, weight),
-        logits,
-        0 if logits is None else logits.stride(0),
         bias,
         targets,
         temperature,
@@ -191,12 +190,9 @@ def fold_product_triton(
         width,
         hidden.size(1),
         transform.scale,
-        transform.softcap,
         transform.temperature,
         count,
-        STORE=logits is not None,
         HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=transform.softcap != 0.0,
         ROW_TEMPERATURE=temperature is not None,
         ENTROPY=folded.entropy,
         SQUARES=folded.squares,
@@ -207,6 +203,7 @@ def fold_product_triton(
         BLOCK_H=BLOCK_H,
         SPAN=_SPAN,
         GROUP=GROUP,
+        LOG2E=LOG2E,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -237,35 +234,24 @@ def _merge(parts: dict[str, Tensor], statistics: RowStatistics) -> None:
 
 
 def _variant(
-    dtype: str, logits: str | None = None, bias: str | None = None, **on: bool
+    dtype: str, bias: str | None = None, **on: bool
 ) -> tuple[str, dict[str, str], Any, int]:
-    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1")
+    names = ("ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1")
     flags = {name: on.get(name, False) for name in names}
     sums = ("maximum", "sum_exp", "target", "centred", "squares", "total", "maximum_before")
     return compiled_variant(
         "lm_head_fold_product_kernel",
-        factor_types(dtype) | {"logits_stride": "i32"} | {f"{name}_ptr": "*fp32" for name in sums},
-        flags | {"STORE": logits is not None, "HAS_BIAS": bias is not None},
-        {
-            "logits_ptr": logits,
-            "bias_ptr": bias,
-            "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,
-        },
-        BLOCK_N=BLOCK_N,
-        BLOCK_V=BLOCK_V,
-        BLOCK_H=BLOCK_H,
+        factor_types(dtype) | {f"{name}_ptr": "*fp32" for name in sums},
+        flags | {"HAS_BIAS": bias is not None},
+        {"bias_ptr": bias, "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None},
         SPAN=_SPAN,
-        GROUP=GROUP,
     )
 
 
-_EVERYTHING = dict.fromkeys(
-    ("HAS_SOFTCAP", "ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1"), True
-)
+_EVERYTHING = dict.fromkeys(("ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1"), True)
 AOT_VARIANTS = [
     _variant("bf16"),
-    _variant("bf16", "bf16"),
     _variant("bf16", ENTROPY=True, TOP1=True),
-    _variant("bf16", "bf16", "bf16", **_EVERYTHING),
+    _variant("bf16", "bf16", **_EVERYTHING),
     _variant("fp16", "fp32", ENTROPY=True),
 ]

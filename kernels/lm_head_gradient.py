@@ -117,54 +117,6 @@ def gradient_tile_torch(
 
 
 @jit
-def gradient_block(
-    x,
-    is_target,
-    row,
-    centre_ptr,
-    inverse_sum_ptr,
-    log_sum_ptr,
-    linear_ptr,
-    target_ptr,
-    target_rest_ptr,
-    log_linear_ptr,
-    square_ptr,
-    constant_ptr,
-    scale,
-    softcap,
-    inverse_temperature,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    LOG_LINEAR: tl.constexpr,
-    SQUARE: tl.constexpr,
-    CONSTANT: tl.constexpr,
-):
-    """Gradient of a block x of raw float32 logits (bias added already).
-
-    `row`: one row for all of x, or [rows, 1].
-    """
-    z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
-    centred = z - tl.load(centre_ptr + row)
-    p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
-    polynomial = tl.load(linear_ptr + row)
-    if LOG_LINEAR:
-        log_linear = tl.load(log_linear_ptr + row)
-        log_p = centred - tl.load(log_sum_ptr + row)
-        polynomial = tl.where(p == 0, 0.0, polynomial + log_linear * log_p)
-    gradient = p * polynomial
-    if SQUARE:
-        gradient += tl.load(square_ptr + row) * p * p
-    if CONSTANT:
-        gradient += tl.load(constant_ptr + row)
-    rest = tl.load(target_rest_ptr + row)
-    gradient += tl.where(is_target, rest, -p * tl.load(target_ptr + row))
-    gradient *= slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
-    if HAS_BIAS:
-        gradient = tl.where(z == float("-inf"), 0.0, gradient)
-    return gradient
-
-
-@jit
 def lm_head_gradient_kernel(
     tile_ptr,
     row_stride,
@@ -206,28 +158,24 @@ def lm_head_gradient_kernel(
     x = tl.load(tile_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    gradient = gradient_block(
-        x,
-        columns == target,
-        row,
-        centre_ptr,
-        inverse_sum_ptr,
-        log_sum_ptr,
-        linear_ptr,
-        target_ptr,
-        target_rest_ptr,
-        log_linear_ptr,
-        square_ptr,
-        constant_ptr,
-        scale,
-        softcap,
-        inverse_temperature,
-        HAS_BIAS,
-        HAS_SOFTCAP,
-        LOG_LINEAR,
-        SQUARE,
-        CONSTANT,
-    )
+    z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+    centred = z - tl.load(centre_ptr + row)
+    p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
+    polynomial = tl.load(linear_ptr + row)
+    if LOG_LINEAR:
+        log_linear = tl.load(log_linear_ptr + row)
+        log_p = centred - tl.load(log_sum_ptr + row)
+        polynomial = tl.where(p == 0, 0.0, polynomial + log_linear * log_p)
+    gradient = p * polynomial
+    if SQUARE:
+        gradient += tl.load(square_ptr + row) * p * p
+    if CONSTANT:
+        gradient += tl.load(constant_ptr + row)
+    rest = tl.load(target_rest_ptr + row)
+    gradient += tl.where(columns == target, rest, -p * tl.load(target_ptr + row))
+    gradient *= slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+    if HAS_BIAS:
+        gradient = tl.where(z == float("-inf"), 0.0, gradient)
     out = out_ptr + row * out_stride + columns
     tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -16,6 +16,7 @@ from .hopper_products import (
     BLOCK_N,
     BLOCK_V,
     GROUP,
+    LOG2E,
     STAGES,
     WARPS,
     compiled_variant,
@@ -23,7 +24,7 @@ from .hopper_products import (
     factor_types,
     programs,
 )
-from .lm_head_gradient import RowCoefficients, gradient_block
+from .lm_head_gradient import RowCoefficients
 from .logit_transform import TileTransform
 from .triton_shim import jit, tl
 
@@ -53,11 +54,9 @@ def lm_head_gradient_product_kernel(
     width,
     features,
     scale,
-    softcap,
     temperature,
     programs,
     HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr,
     LOG_LINEAR: tl.constexpr,
     SQUARE: tl.constexpr,
@@ -66,6 +65,7 @@ def lm_head_gradient_product_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr,
+    LOG2E: tl.constexpr,
 ):
     row_blocks = tl.cdiv(rows, BLOCK_N)
     column_blocks = tl.cdiv(width, BLOCK_V)
@@ -82,42 +82,49 @@ def lm_head_gradient_product_kernel(
             x = tl.dot(hidden.load([start_n, start_h]), block.T, x)
         row = start_n + tl.arange(0, BLOCK_N)
         column = start_v + tl.arange(0, BLOCK_V)
-        inside = column < width
         # a row behind the last has its numbers, and is not written
         known = tl.minimum(row, rows - 1)
         target = tl.load(targets_ptr + known) - start
+        slope = tl.full((BLOCK_N,), scale, tl.float32)
         if ROW_TEMPERATURE:
-            temperature_row = tl.load(temperature_ptr + known)
-            inverse_temperature = tl.div_rn(tl.full((BLOCK_N,), 1.0, tl.float32), temperature_row)
-            inverse_temperature = inverse_temperature[:, None]
+            slope = tl.div_rn(slope, tl.load(temperature_ptr + known))
         else:
-            inverse_temperature = tl.div_rn(1.0, temperature)
+            slope = slope * tl.div_rn(1.0, temperature)
+        centre = tl.load(centre_ptr + known) * LOG2E
+        # Of a row's numbers everything is made one factor beforehand: with e = exp(z - centre) the
+        # gradient is e (p0 + p1 log2 e) + p2 e^2 + p3, and what the target has more.
+        share = tl.load(inverse_sum_ptr + known) * slope
+        upstream = tl.load(target_ptr + known)
+        linear = tl.load(linear_ptr + known) - upstream
+        if LOG_LINEAR:
+            log_linear = tl.load(log_linear_ptr + known)
+            linear -= log_linear * tl.load(log_sum_ptr + known)
         if HAS_BIAS:
-            x += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        gradient = gradient_block(
-            x,
-            column[None, :] == target[:, None],
-            known[:, None],
-            centre_ptr,
-            inverse_sum_ptr,
-            log_sum_ptr,
-            linear_ptr,
-            target_ptr,
-            target_rest_ptr,
-            log_linear_ptr,
-            square_ptr,
-            constant_ptr,
-            scale,
-            softcap,
-            inverse_temperature,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            LOG_LINEAR,
-            SQUARE,
-            CONSTANT,
-        )
+            added = tl.load(bias_ptr + column, mask=column < width, other=0.0)
+            x += added.to(tl.float32)[None, :]
+        exponent = x * (slope * LOG2E)[:, None] - centre[:, None]
+        e = tl.exp2(exponent)
+        if LOG_LINEAR:
+            # 2^exponent is 0 below -150: the bound turns 0 * -inf into 0
+            log_e = tl.maximum(exponent, -300.0)
+            per_log = log_linear * share / LOG2E
+            gradient = e * ((linear * share)[:, None] + log_e * per_log[:, None])
+        else:
+            gradient = e * (linear * share)[:, None]
+        if SQUARE:
+            square = tl.load(square_ptr + known) * tl.load(inverse_sum_ptr + known) * share
+            gradient += e * e * square[:, None]
+        if CONSTANT:
+            gradient += (tl.load(constant_ptr + known) * slope)[:, None]
+        hit = (target >= start_v) & (target < start_v + BLOCK_V)
+        if tl.max(hit.to(tl.int32), axis=0) > 0:  # few blocks hold a target of their rows
+            rest = tl.load(target_rest_ptr + known) * slope
+            more = e * (upstream * share)[:, None] + rest[:, None]
+            gradient += tl.where(column[None, :] == target[:, None], more, 0.0)
+        if HAS_BIAS:
+            gradient = tl.where(x == float("-inf"), 0.0, gradient)
         where = row[:, None].to(tl.int64) * out_stride + column[None, :]
-        mask = (row < rows)[:, None] & inside[None, :]
+        mask = (row < rows)[:, None] & (column < width)[None, :]
         tl.store(out_ptr + where, gradient.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -134,8 +141,8 @@ def gradient_product_triton(
 ) -> None:
     """Write the gradient of the raw logits of `hidden` [n, H] with a block of the vocabulary.
 
-    `weight` [v, H] is the block, of hidden's dtype; the gradient goes to `out` [n, v]. The other
-    arguments are those of `gradient_tile_torch`.
+    `weight` [v, H] is the block, of hidden's dtype; the gradient goes to `out` [n, v]. `transform`
+    is without a soft cap. The other arguments are those of `gradient_tile_torch`.
     """
     rows, width = out.shape
     count = programs(hidden.device, -(-rows // BLOCK_N) * -(-width // BLOCK_V))
@@ -160,11 +167,9 @@ def gradient_product_triton(
         width,
         hidden.size(1),
         transform.scale,
-        transform.softcap,
         transform.temperature,
         count,
         HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=transform.softcap != 0.0,
         ROW_TEMPERATURE=temperature is not None,
         LOG_LINEAR=coefficients.log_linear is not None,
         SQUARE=coefficients.square is not None,
@@ -173,6 +178,7 @@ def gradient_product_triton(
         BLOCK_V=BLOCK_V,
         BLOCK_H=BLOCK_H,
         GROUP=GROUP,
+        LOG2E=LOG2E,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -181,34 +187,29 @@ def gradient_product_triton(
 def _variant(
     dtype: str, bias: str | None = None, **on: bool
 ) -> tuple[str, dict[str, str], Any, int]:
-    names = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT")
+    names = ("ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT")
     flags = {name: on.get(name, False) for name in names}
     rows = ("centre", "inverse_sum", "log_sum", "linear", "target", "target_rest")
     types = factor_types(dtype) | {"out_stride": "i32", "out_ptr": f"*{dtype}"}
+    optional = {
+        "bias_ptr": bias,
+        "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,
+        "log_linear_ptr": "fp32" if flags["LOG_LINEAR"] else None,
+        "square_ptr": "fp32" if flags["SQUARE"] else None,
+        "constant_ptr": "fp32" if flags["CONSTANT"] else None,
+    }
     return compiled_variant(
         "lm_head_gradient_product_kernel",
         types | {f"{name}_ptr": "*fp32" for name in rows},
         flags | {"HAS_BIAS": bias is not None},
-        {
-            "bias_ptr": bias,
-            "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,
-            "log_linear_ptr": "fp32" if flags["LOG_LINEAR"] else None,
-            "square_ptr": "fp32" if flags["SQUARE"] else None,
-            "constant_ptr": "fp32" if flags["CONSTANT"] else None,
-        },
-        BLOCK_N=BLOCK_N,
-        BLOCK_V=BLOCK_V,
-        BLOCK_H=BLOCK_H,
-        GROUP=GROUP,
+        optional,
     )
 
 
-_EVERYTHING = dict.fromkeys(
-    ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT"), True
-)
+_EVERYTHING = dict.fromkeys(("ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT"), True)
 AOT_VARIANTS = [
     _variant("bf16"),
-    _variant("bf16", HAS_SOFTCAP=True),
+    _variant("bf16", LOG_LINEAR=True),
     _variant("bf16", "fp32", **_EVERYTHING),
     _variant("fp16", LOG_LINEAR=True),
 ]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hopper_products import AOT_TARGETS, compiled_variant, descriptor
+from .hopper_products import AOT_TARGETS, descriptor
 from .hopper_products import programs as programs_for
 from .triton_shim import jit, tl
 
@@ -165,16 +165,13 @@ def _variant(dtype: str, **flags: bool) -> tuple[str, dict[str, str], Any, int]:
         "result_ptr": f"*{dtype}",
     }
     types |= dict.fromkeys(("vocabulary", "width", "tokens", "programs"), "i32")
-    return compiled_variant(
-        "lm_head_weight_gradient_kernel",
-        types,
-        flags,
-        {"factor_ptr": "fp32" if flags["HAS_FACTOR"] else None},
-        BLOCK_V=_BLOCK_V,
-        BLOCK_H=_BLOCK_H,
-        BLOCK_N=_BLOCK_N,
-        GROUP=_GROUP,
-    )
+    constants: dict[str, object] = {"BLOCK_V": _BLOCK_V, "BLOCK_H": _BLOCK_H, "BLOCK_N": _BLOCK_N}
+    constants |= {**flags, "GROUP": _GROUP}
+    if flags["HAS_FACTOR"]:
+        types["factor_ptr"] = "*fp32"
+    else:
+        constants["factor_ptr"] = None
+    return ("lm_head_weight_gradient_kernel", types, constants, _WARPS)
 
 
 AOT_VARIANTS = [

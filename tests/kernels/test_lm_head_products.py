@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
 
 TRANSFORMS = {
     "identity": TileTransform(),
-    "all": TileTransform(scale=0.7, softcap=5.0, temperature=1.3),
+    "all": TileTransform(scale=0.7, temperature=1.3),
 }
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.cuda)]
 WIDTH = 72
@@ -64,9 +64,7 @@ def folded_both(
     for first, last in itertools.pairwise((0, *cuts, VOCABULARY)):
         rest = (problem.bias_of(first, last), problem.targets, problem.temperature)
         block = problem.weight[first:last]
-        fold_product_triton(
-            problem.hidden, block, *rest, ours, first, transform, folded, logits=None
-        )
+        fold_product_triton(problem.hidden, block, *rest, ours, first, transform, folded)
         fold_tile_torch(problem.logits(first, last), *rest, theirs, first, transform, folded)
     return ours, theirs
 
@@ -93,28 +91,6 @@ def test_folds_what_a_tile_in_memory_folds(
             )
 
 
-def test_keeps_the_raw_logits_where_they_are_wanted(device: torch.device) -> None:
-    problem = Problem(33, torch.float16, device, optional=True)
-    statistics = RowStatistics.empty(33, Folded(), torch.float32, device)
-    kept = torch.full((33, VOCABULARY + 4), 7.0, device=device)
-    fold_product_triton(
-        problem.hidden,
-        problem.weight,
-        problem.bias,
-        problem.targets,
-        problem.temperature,
-        statistics,
-        0,
-        TRANSFORMS["all"],
-        Folded(),
-        logits=kept[:, :VOCABULARY],
-    )
-    torch.testing.assert_close(
-        kept[:, :VOCABULARY], problem.logits(0, VOCABULARY), rtol=1e-5, atol=1e-4
-    )
-    assert (kept[:, VOCABULARY:] == 7.0).all()
-
-
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     """Bitwise: in any place among any number of rows."""
     problem = Problem(33, torch.float16, device, optional=False)
@@ -133,7 +109,6 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
             0,
             TRANSFORMS["all"],
             folded,
-            logits=None,
         )
         return found
 
