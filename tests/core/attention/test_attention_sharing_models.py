@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from attention_oracle import (
 )
 from sharing_oracle import SHORT, own_parts, sequences, shared_row, weighted_parts
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from lowpeak.attention import forward, register_attention, shared_prefixes, why_no_shared_prefixes
@@ -66,7 +68,7 @@ def test_row_is_its_sequences(name: str, device: torch.device) -> None:
 
 # transformers 5.24 renamed the method, 5.17 has not the new one
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant", "offloaded"])
 def test_found_out_once_for_all_layers(
     checkpointing: str | None, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -80,11 +82,13 @@ def test_found_out_once_for_all_layers(
     monkeypatch.setattr(shared_prefixes, "_build", spy)
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     model = tiny("gemma3_window_4", "lowpeak", device, **layers).train()
-    if checkpointing is not None:
+    if checkpointing in ("reentrant", "not reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
     row = shared_row(SHORT, sequences(SHORT, device))
-    gradients(model, lambda: model(**row).logits.sum())
+    copies = saved_tensors_hooks(Tensor.clone, Tensor.clone)
+    with copies if checkpointing == "offloaded" else nullcontext():
+        gradients(model, lambda: model(**row).logits.sum())
     assert sorted(windows) == [0, 4]
 
 

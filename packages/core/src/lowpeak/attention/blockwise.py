@@ -355,14 +355,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    # Not saved with the others: checkpointing would give back a copy, to be read once a layer.
-    query, key, value, ctx.cu_seq_lens, ctx.window, ctx.scale = inputs
+    query, key, value, cu_seq_lens, ctx.window, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output)
+    ctx.save_for_backward(query, key, value, *output, cu_seq_lens)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = _backward_op(grad, *ctx.saved_tensors, ctx.cu_seq_lens, ctx.window, ctx.scale)
+    found = _backward_op(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
     return (*found, None, None, None)
 
 

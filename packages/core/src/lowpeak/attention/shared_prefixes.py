@@ -246,8 +246,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    # Not saved with the others: checkpointing would give back a copy of it, for which everything
-    # would be derived again, layer by layer.
+    # Not saved with the others: a hook on saved tensors may give back a copy of it, for which
+    # everything would be derived again, layer by layer.
     query, key, value, ctx.prefixes, ctx.window, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(query, key, value, *output)
