@@ -153,8 +153,9 @@ def test_main_prints_a_table_and_writes_json_and_plot(tmp_path, device: torch.de
     document = json.loads((tmp_path / "a.json").read_text())
     assert document["environment"]["torch"] is not None
     assert document["settings"]["tokens"] == 40
-    # Two heads of: the floor, two dtypes of full logits, lowpeak with 2 outputs x 2 scratch sizes.
-    assert len(document["results"]) == 2 * (1 + 2 + 4)
+    # Two heads of: the floor, two dtypes of full logits, lowpeak with 2 outputs x 2 scratch sizes
+    # and x 1 with the gradient expected.
+    assert len(document["results"]) == 2 * (1 + 2 + 4 + 2)
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -2,94 +2,122 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .expectation import expectation_counter
 from .gemm import add_product, expects_wide_output
-from .planner import TileCost, chunk_fits
+from .planner import TileCost, TilePlan, chunk_fits, plan_chunk
 from .tiles import HALF_DTYPES, HeadInputs, use_triton
 
-Needs = tuple[bool, bool, bool]
 
+class Keep(NamedTuple):
+    """Which gradients the forward makes and keeps until the backward, and in which phase.
 
-def kept_dtypes(
-    hidden: torch.dtype, compute: torch.dtype
-) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """In which dtypes the gradients of hidden, weight and bias are kept.
-
-    That of hidden in its own where a product can be written so at once; float16 products are
-    divided by a power of two first.
+    `weight`: the dtype of the weight's, None for none. The phase is "expected", "frozen", or ""
+    where nothing is kept.
     """
-    statistics = torch.promote_types(compute, torch.float32)
-    direct = hidden == compute and compute != torch.float16
-    return hidden if direct else statistics, statistics, statistics
+
+    phase: str = ""
+    hidden: bool = False
+    weight: torch.dtype | None = None
+    bias: bool = False
+
+    @property
+    def flags(self) -> tuple[bool, bool, bool]:
+        """For hidden, weight and bias, whether its gradient is kept."""
+        return self.hidden, self.weight is not None, self.bias
+
+    def hidden_dtype(self, hidden: torch.dtype, compute: torch.dtype) -> torch.dtype:
+        """The dtype of hidden's gradient.
+
+        Its own where a product can be written so at once; float16 products are divided by a power
+        of two first.
+        """
+        if hidden == compute and compute != torch.float16:
+            return hidden
+        return torch.promote_types(compute, torch.float32)
+
+    def plan(self, inputs: HeadInputs, triton: bool, scratch_bytes: int | None) -> TilePlan:
+        """The chunks."""
+        cost = self._cost(inputs, triton, scratch_bytes)
+        rows, columns = inputs.hidden.size(0), inputs.weight.size(0)
+        device = inputs.hidden.device.type
+        return plan_chunk(self.phase, rows, columns, cost, device, scratch_bytes)
+
+    def fits(self, inputs: HeadInputs, triton: bool, scratch_bytes: int | None) -> bool:
+        """Whether chunks of rows with all of the vocabulary find room."""
+        cost = self._cost(inputs, triton, scratch_bytes)
+        device = inputs.hidden.device.type
+        return chunk_fits(self.phase, inputs.weight.size(0), cost, device, scratch_bytes)
+
+    def for_rows(self, inputs: HeadInputs, backend: str, scratch_bytes: int | None) -> Keep:
+        """The same where the rows of `inputs` are all: a single chunk needs no wide accumulator."""
+        own = inputs.weight.dtype
+        if self.weight is None or own != inputs.compute_dtype or own == torch.float16:
+            return self
+        narrow = self._replace(weight=own)
+        plan = narrow.plan(inputs, use_triton(backend, inputs), scratch_bytes)
+        return narrow if plan.rows >= inputs.hidden.size(0) else self
+
+    def _cost(self, inputs: HeadInputs, triton: bool, scratch_bytes: int | None) -> TileCost:
+        """Scratch bytes per logit, column and row of a chunk.
+
+        An accumulator that is wider than the weight counts where the caller states the bytes.
+        """
+        compute, statistics = inputs.compute_dtype.itemsize, inputs.statistics_dtype.itemsize
+        width = inputs.weight.size(1)
+        per_logit = inputs.tile_dtype.itemsize
+        if inputs.tile_dtype != inputs.compute_dtype:
+            per_logit += compute
+        if not triton:
+            # temporaries of the torch twins: at most five of the statistics' dtype and two masks
+            per_logit += 5 * statistics + 2
+        per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
+        per_row = 0
+        if scratch_bytes is not None:
+            per_column += accumulator_bytes(self.weight, inputs.weight) // inputs.weight.size(0)
+        half = inputs.compute_dtype in HALF_DTYPES
+        if half and not expects_wide_output(inputs.hidden.device, inputs.compute_dtype):
+            kept = self.hidden_dtype(inputs.hidden.dtype, inputs.compute_dtype)
+            if self.hidden and kept != inputs.compute_dtype:
+                per_column += statistics * width
+            per_row += statistics * width
+            per_logit += statistics if triton else 0
+        return TileCost(per_logit, per_column, per_row)
 
 
-def chunk_cost(inputs: HeadInputs, needs: Needs, triton: bool, accumulate: bool) -> TileCost:
-    """Scratch bytes per logit, column and row of a chunk.
-
-    `accumulate`: count what a float32 gradient of the weight takes above its own dtype.
-    """
-    compute, statistics = inputs.compute_dtype.itemsize, inputs.statistics_dtype.itemsize
-    width = inputs.weight.size(1)
-    per_logit = inputs.tile_dtype.itemsize
-    if inputs.tile_dtype != inputs.compute_dtype:
-        per_logit += compute
-    if not triton:
-        # temporaries of the torch twins: at most five of the statistics' dtype and two masks
-        per_logit += 5 * statistics + 2
-    per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
-    if accumulate and needs[1] and inputs.weight.dtype != inputs.statistics_dtype:
-        per_column += statistics * width
-    per_row = 0
-    half = inputs.compute_dtype in HALF_DTYPES
-    if half and not expects_wide_output(inputs.hidden.device, inputs.compute_dtype):
-        if (
-            needs[0]
-            and kept_dtypes(inputs.hidden.dtype, inputs.compute_dtype)[0] != inputs.compute_dtype
-        ):
-            per_column += statistics * width
-        per_row += statistics * width
-        per_logit += statistics if triton else 0
-    return TileCost(per_logit, per_column, per_row)
+def accumulator_bytes(kept: torch.dtype | None, weight: Tensor) -> int:
+    """What a gradient of the weight takes that is kept wider than the weight."""
+    if kept is None or kept == weight.dtype:
+        return 0
+    return kept.itemsize * weight.numel()
 
 
-def kept_gradients(
+def choose_keep(
     inputs: HeadInputs,
     names: tuple[str, ...],
     expected: bool,
     scratch_bytes: int | None,
     backend: str,
-) -> tuple[Needs, str]:
-    """Which gradients the forward makes and keeps, and in which phase: "expected", "frozen" or "".
-
-    `expected`: whether the caller expects upstream gradients.
-    """
+) -> Keep:
+    """What a call of the head keeps. `expected`: the caller expects upstream gradients."""
     tensors = (inputs.hidden, inputs.weight, inputs.bias)
     hidden, weight, bias = (x is not None and x.requires_grad for x in tensors)
-    needs = (hidden, weight, bias)
-    nothing = (False, False, False)
-    if not torch.is_grad_enabled() or not any(needs):
-        return nothing, ""
+    if not torch.is_grad_enabled() or not (hidden or weight or bias):
+        return Keep()
     triton = use_triton(backend, inputs)
     # a compiled graph must not depend on the counts
     believed = torch.compiler.is_compiling() or expectation_counter("fused_lm_head").worth_trying
-    if expected and believed and _serves(inputs, needs, triton, "expected", scratch_bytes):
-        return needs, "expected"
-    frozen = needs == (True, False, False) and "log_probs" in names
-    if frozen and _serves(inputs, needs, triton, "frozen", scratch_bytes):
-        return needs, "frozen"
-    return nothing, ""
-
-
-def _serves(
-    inputs: HeadInputs, needs: Needs, triton: bool, phase: str, scratch_bytes: int | None
-) -> bool:
-    """Whether chunks of rows with all of the vocabulary find room."""
-    cost = chunk_cost(inputs, needs, triton, accumulate=scratch_bytes is not None)
-    device = inputs.hidden.device.type
-    return chunk_fits(phase, inputs.weight.size(0), cost, device, scratch_bytes)
+    keep = Keep("expected", hidden, inputs.statistics_dtype if weight else None, bias)
+    if expected and believed and keep.fits(inputs, triton, scratch_bytes):
+        return keep
+    keep = Keep("frozen", hidden=True)
+    if weight or bias or "log_probs" not in names:
+        return Keep()
+    return keep if keep.fits(inputs, triton, scratch_bytes) else Keep()
 
 
 # Rows of the weight that are averaged at a time.

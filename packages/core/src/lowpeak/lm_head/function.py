@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
+from .chunks import Keep
 from .expected import AskedExpectation
 from .kept_ops import lm_head_expected_backward, lm_head_unit_backward
 from .ops import SAVED_NAMES, lm_head_backward, lm_head_forward, result_names
@@ -29,7 +30,7 @@ class HeadCall(NamedTuple):
     compute_dtype: torch.dtype
     ignore_index: int | None
     outputs: int
-    keep: tuple[bool, bool, bool]
+    keep: Keep
     expected: tuple[str, ...]
     active: int | None
     skip_zero_rows: bool
@@ -72,7 +73,7 @@ class FusedLMHead(torch.autograd.Function):
                 *tensors,
                 *call.transform,
                 call.outputs,
-                call.keep,
+                *call.keep,
                 _listed(expected, call.expected),
                 call.active,
                 call.scratch_bytes,
@@ -81,7 +82,7 @@ class FusedLMHead(torch.autograd.Function):
         results, kept = results[: len(names)], results[len(names) :]
         by_name = dict(zip(names, results, strict=True))
         saved = [by_name.get(name) for name in SAVED_NAMES]
-        if call.keep[0] and not call.expected and set(names) <= _never_recomputed(call.softcap):
+        if call.keep.phase == "frozen" and set(names) <= _never_recomputed(call.softcap):
             ctx.save_for_backward(None, *tensors[1:], *saved, expected, *kept)
         else:
             ctx.save_for_backward(*tensors, *saved, expected, *kept)
@@ -105,7 +106,7 @@ class FusedLMHead(torch.autograd.Function):
         if call.expected:
             expected = _listed(everything[10], call.expected)
             gradients = lm_head_expected_backward(
-                *tensors, saved, ordered, expected, call.keep, kept, *rest
+                *tensors, saved, ordered, expected, call.keep.flags, kept, *rest
             )
         elif kept and arriving <= unit_names(call.softcap):
             gradients = lm_head_unit_backward(
@@ -162,7 +163,6 @@ def _ask(
             ExpectedSource(inputs, names, asked),
             call.keep,
             hidden.size(0),
-            "expected",
             call.scratch_bytes,
             call.backend,
         )

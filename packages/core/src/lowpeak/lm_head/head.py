@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
 from .checks import check_arguments
-from .chunks import kept_gradients
+from .chunks import Keep, choose_keep
 from .expected import AskedExpectation, ExpectedGrads, check_expected
 from .function import FusedLMHead, HeadCall
 from .gemm import product_dtype
@@ -108,16 +109,11 @@ def fused_lm_head(
     rows_temperature = None
     if isinstance(temperature, Tensor):
         rows_temperature, temperature = temperature.reshape(-1).to(statistics_dtype), 1.0
-    keep, phase = kept_gradients(
-        HeadInputs(flat, weight, bias, None, TileTransform(), compute_dtype),
-        names,
-        expected_grads is not None,
-        scratch_bytes,
-        backend,
-    )
+    inputs = HeadInputs(flat, weight, bias, None, TileTransform(), compute_dtype)
+    keep = choose_keep(inputs, names, expected_grads is not None, scratch_bytes, backend)
     expected: Tensor | None = None
     expected_names: tuple[str, ...] = ()
-    if phase == "expected" and isinstance(expected_grads, Mapping):
+    if keep.phase == "expected" and isinstance(expected_grads, Mapping):
         expected_names = tuple(name for name in names if name in expected_grads)
         ordered = [expected_grads[name].detach().reshape(-1) for name in expected_names]
         expected = torch.stack([x.to(statistics_dtype) for x in ordered])
@@ -139,11 +135,13 @@ def fused_lm_head(
             rows_temperature = gathered(rows_temperature, rows)
         if expected is not None and rows is not None:
             expected = expected.index_select(1, rows)
-        if phase == "expected" and not active:  # nothing to keep
-            keep, phase, expected, expected_names = (False, False, False), "", None, ()
+        if keep.phase == "expected" and not active:
+            keep, expected, expected_names = Keep(), None, ()
+        elif keep.phase == "expected":
+            keep = keep.for_rows(replace(inputs, hidden=flat[:active]), backend, scratch_bytes)
 
     asked = None
-    if phase == "expected" and expected is None:
+    if keep.phase == "expected" and expected is None:
         assert callable(expected_grads)
         total = targets.size(0)
         asked = AskedExpectation(expected_grads, names, rows, total, statistics_dtype)

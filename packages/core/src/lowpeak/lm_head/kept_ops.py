@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
-from .chunks import mean_weight
+from .chunks import accumulator_bytes, mean_weight
 from .expectation import expectation_counter, judge
 from .ops import lm_head_backward
 from .output import DIFFERENTIABLE_NAMES
@@ -123,6 +123,8 @@ def lm_head_expected_backward(
     if not verdict.held:
         tensors = (hidden, weight, bias, targets, temperature_rows)
         transform = (scale, softcap, temperature, compute_dtype, ignore_index)
+        if scratch_bytes is not None and keep[1]:  # what was kept is still there
+            scratch_bytes -= accumulator_bytes(kept[int(keep[0])].dtype, weight)
         options = (skip_zero_rows, *needs, scratch_bytes, backend)
         return list(lm_head_backward(*tensors, saved, upstream, *transform, *options))
     factor = verdict.factor.to(statistics).reshape(1)

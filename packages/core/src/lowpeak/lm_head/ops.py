@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
 from .backward import run_backward
-from .chunks import kept_dtypes
+from .chunks import Keep
 from .output import DIFFERENTIABLE_NAMES, OUTPUT_NAMES
 from .passes import HeadRows, run_head
 from .refusals import double_backward_error
@@ -48,7 +48,10 @@ def lm_head_forward(
     compute_dtype: torch.dtype,
     ignore_index: int | None,
     outputs: int,
-    keep: Sequence[bool],
+    phase: str,
+    keep_hidden: bool,
+    keep_weight: torch.dtype | None,
+    keep_bias: bool,
     expected: Sequence[Tensor | None],
     active: int | None,
     scratch_bytes: int | None,
@@ -56,7 +59,7 @@ def lm_head_forward(
 ) -> list[Tensor]:
     """Statistics of hidden [N, H], one [N] tensor for each of `result_names(outputs)`.
 
-    Then the gradients of hidden, weight and bias that `keep` asks for: for the `expected` upstream
+    Then the gradients of hidden, weight and bias that are to be kept: for the `expected` upstream
     gradients [N] of DIFFERENTIABLE_NAMES, zero but for the first `active` rows; or, where the list
     is empty, the gradient of hidden for log_probs gradients of 1.
     """
@@ -64,11 +67,11 @@ def lm_head_forward(
     inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
     rows = HeadRows.of(inputs, targets, _named(expected, compute_dtype), ignore_index, active)
     names = result_names(outputs)
-    needs = (keep[0], keep[1], keep[2])
+    keep = Keep(phase, keep_hidden, keep_weight, keep_bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        results, kept = run_head(rows, names, needs, scratch_bytes, backend)
+        results, kept = run_head(rows, names, keep, scratch_bytes, backend)
     total = hidden.size(0)
-    if keep[0]:
+    if keep_hidden:
         kept[0] = scattered(kept[0], rows.active_places, total)
     return [*(scattered(results[name], rows.places, total) for name in names), *kept]
 
@@ -86,7 +89,10 @@ def _(
     compute_dtype: torch.dtype,
     ignore_index: int | None,
     outputs: int,
-    keep: Sequence[bool],
+    phase: str,
+    keep_hidden: bool,
+    keep_weight: torch.dtype | None,
+    keep_bias: bool,
     expected: Sequence[Tensor | None],
     active: int | None,
     scratch_bytes: int | None,
@@ -98,11 +104,14 @@ def _(
         for name in result_names(outputs)
     ]
     height = hidden.size(0) if active is None or ignore_index is not None else active
-    shapes = ((height, hidden.size(1)), tuple(weight.shape), (weight.size(0),))
-    dtypes = kept_dtypes(hidden.dtype, compute_dtype)
-    for wanted, shape, kind in zip(keep, shapes, dtypes, strict=True):
-        if wanted:
-            results.append(hidden.new_empty(shape, dtype=kind))
+    vocabulary, width = weight.shape
+    if keep_hidden:
+        kind = Keep().hidden_dtype(hidden.dtype, compute_dtype)
+        results.append(hidden.new_empty(height, width, dtype=kind))
+    if keep_weight is not None:
+        results.append(hidden.new_empty(vocabulary, width, dtype=keep_weight))
+    if keep_bias:
+        results.append(hidden.new_empty(vocabulary, dtype=dtype))
     return results
 
 

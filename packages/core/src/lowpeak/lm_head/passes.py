@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chunks import Needs, kept_dtypes
+from .chunks import Keep
 from .forward import run_forward
 from .rows import gathered, nonzero, order_rows
 from .single_pass import ExpectedSource, TargetSource, run_single_pass
@@ -71,17 +71,17 @@ class HeadRows:
 def run_head(
     rows: HeadRows,
     names: tuple[str, ...],
-    needs: Needs,
+    keep: Keep,
     scratch_bytes: int | None,
     backend: str,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The outputs `names` of each row, and the gradients that are needed, in their kept dtypes."""
+    """The outputs `names` of each row, and the gradients to keep."""
     inputs, expected = rows.inputs, rows.expected
-    if not any(needs):
+    if not keep.phase:
         return run_forward(inputs, rows.targets, names, scratch_bytes, backend), []
     if not rows.active:
         results = run_forward(inputs, rows.targets, names, scratch_bytes, backend)
-        return results, _zeros(inputs, needs)
+        return results, _zeros(inputs, keep)
     source: TargetSource | ExpectedSource
     if not expected:
         source = TargetSource.unit(inputs, rows.active, backend)
@@ -93,19 +93,20 @@ def run_head(
             return {name: x[first:last] for name, x in expected.items()}
 
         source = ExpectedSource(inputs, names, expect)
-    phase = "expected" if expected else "frozen"
     return run_single_pass(
-        inputs, rows.targets, names, source, needs, rows.active, phase, scratch_bytes, backend
+        inputs, rows.targets, names, source, keep, rows.active, scratch_bytes, backend
     )
 
 
-def _zeros(inputs: HeadInputs, needs: Needs) -> list[Tensor]:
+def _zeros(inputs: HeadInputs, keep: Keep) -> list[Tensor]:
     """Kept gradients when no row has any."""
-    width, vocabulary = inputs.weight.size(1), inputs.weight.size(0)
-    shapes = ((0, width), (vocabulary, width), (vocabulary,))
-    dtypes = kept_dtypes(inputs.hidden.dtype, inputs.compute_dtype)
-    return [
-        inputs.weight.new_zeros(shape, dtype=dtype)
-        for need, shape, dtype in zip(needs, shapes, dtypes, strict=True)
-        if need
-    ]
+    vocabulary, width = inputs.weight.shape
+    dtype = keep.hidden_dtype(inputs.hidden.dtype, inputs.compute_dtype)
+    kept = []
+    if keep.hidden:
+        kept.append(inputs.hidden.new_zeros(0, width, dtype=dtype))
+    if keep.weight is not None:
+        kept.append(inputs.weight.new_zeros(vocabulary, width, dtype=keep.weight))
+    if keep.bias:
+        kept.append(inputs.weight.new_zeros(vocabulary, dtype=inputs.statistics_dtype))
+    return kept

@@ -14,13 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.lm_head_fold import RowStatistics, fold_tile_torch, fold_tile_triton
+from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_tile_triton
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
-from .chunks import Needs, chunk_cost, kept_dtypes
+from .chunks import Keep
 from .forward import empty_statistics, fold_tiles, folded_for
 from .gemm import add_product, product_into
-from .planner import plan_chunk
 from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
 from .tiles import HeadInputs, TileWalk, use_triton
 
@@ -102,46 +101,55 @@ def run_single_pass(
     targets: Tensor,
     names: tuple[str, ...],
     source: CoefficientSource,
-    needs: Needs,
+    keep: Keep,
     active: int,
-    phase: str,
     scratch_bytes: int | None,
     backend: str,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The outputs `names` of each row [N], and the gradients that are needed.
+    """The outputs `names` of each row [N], and the gradients to keep.
 
     The gradients are those of hidden [active, H], weight [V, H] and bias [V]; only the first
-    `active` > 0 rows have one. Their dtypes are those that `kept_dtypes` names.
+    `active` > 0 rows have one.
     """
+    sums = empty_statistics(inputs, names)
+    folded = folded_for(names)
+    total = inputs.hidden.size(0)
+    if active < total:  # first, before the accumulators take their memory
+        rest = (inputs.rows(active, total), targets[active:], sums.rows(active, total))
+        fold_tiles(*rest, folded, scratch_bytes, backend)
+    busy = inputs.rows(0, active)
+    kept = _make_gradients(busy, targets, sums, folded, source, keep, scratch_bytes, backend)
+    return finish_statistics(sums, inputs.weight.size(0), names), kept
+
+
+def _make_gradients(
+    inputs: HeadInputs,
+    targets: Tensor,
+    sums: RowStatistics,
+    folded: Folded,
+    source: CoefficientSource,
+    keep: Keep,
+    scratch_bytes: int | None,
+    backend: str,
+) -> list[Tensor]:
+    """Fold the inputs' rows, the first ones of `targets` and `sums`, and make their gradients."""
     triton = use_triton(backend, inputs)
     fold = fold_tile_triton if triton else _fold_copy
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
-    folded = folded_for(names)
-    sums = empty_statistics(inputs, names)
-    busy = inputs.rows(0, active)
-    cost = chunk_cost(inputs, needs, triton, accumulate=scratch_bytes is not None)
-    device = inputs.hidden.device.type
-    plan = plan_chunk(phase, active, inputs.weight.size(0), cost, device, scratch_bytes)
-    walk = TileWalk(busy, plan)
+    walk = TileWalk(inputs, keep.plan(inputs, triton, scratch_bytes))
     buffer = walk.gradient_buffer()
-    gradients = ChunkGradients(busy, needs)
+    gradients = ChunkGradients(inputs, keep)
     for _, _, weight in walk.vocabulary_blocks():  # a single one
         for first, last in walk.row_blocks():
-            part, rows = sums.rows(first, last), busy.rows(first, last)
+            part = sums.rows(first, last)
             logits = walk.logits(first, last, weight)
-            common = (busy.bias, targets[first:last], rows.temperature)
-            fold(logits, *common, part, 0, busy.transform, folded)
+            common = (inputs.bias, targets[first:last], inputs.rows(first, last).temperature)
+            fold(logits, *common, part, 0, inputs.transform, folded)
             coefficients, power = source(part, first, last)
             tile = walk.gradient_tile(buffer, logits)
-            gradient_of(logits, *common, coefficients, 0, busy.transform, tile)
+            gradient_of(logits, *common, coefficients, 0, inputs.transform, tile)
             gradients.add(tile, first, last, weight, walk.hidden[first:last], power)
-    kept = gradients.finish()
-    total = inputs.hidden.size(0)
-    if active < total:
-        del walk, buffer
-        rest = (inputs.rows(active, total), targets[active:], sums.rows(active, total))
-        fold_tiles(*rest, folded, scratch_bytes, backend)
-    return finish_statistics(sums, inputs.weight.size(0), names), kept
+    return gradients.finish()
 
 
 def _fold_copy(tile: Tensor, *arguments: object) -> None:
@@ -152,17 +160,17 @@ def _fold_copy(tile: Tensor, *arguments: object) -> None:
 class ChunkGradients:
     """The gradients that are needed while chunks of rows are added to them, in order."""
 
-    def __init__(self, inputs: HeadInputs, needs: Needs) -> None:
+    def __init__(self, inputs: HeadInputs, keep: Keep) -> None:
         hidden, weight = inputs.hidden, inputs.weight
         self._dtype = inputs.statistics_dtype
         self._power: Tensor | None = None
         self._hidden = self._weight = self._bias = None
-        if needs[0]:
-            dtype, *_ = kept_dtypes(hidden.dtype, inputs.compute_dtype)
+        if keep.hidden:
+            dtype = keep.hidden_dtype(hidden.dtype, inputs.compute_dtype)
             self._hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
-        if needs[1]:
-            self._weight = torch.empty(weight.shape, dtype=self._dtype, device=weight.device)
-        if needs[2]:
+        if keep.weight is not None:
+            self._weight = torch.empty(weight.shape, dtype=keep.weight, device=weight.device)
+        if keep.bias:
             self._bias = torch.zeros(weight.size(0), dtype=self._dtype, device=weight.device)
 
     def add(
