@@ -150,6 +150,21 @@ def test_follows_trl(what, tmp_path):
     parity.assert_same_logs(runs[1], runs[0])
 
 
+def test_shared_prompts_keep_the_token_to_score_by(tmp_path):
+    """Where the pad token ends the text, the model scores by an earlier one, as with pad = eos."""
+    prompt = tiny.random_ids(24, 9)
+    pairs = [([*prompt, 20, 21, 22], [*prompt, 20, tiny.PAD]), ([*prompt, 31, tiny.PAD], [*prompt])]
+    runs = []
+    for library, options in ((trl, {}), (lowpeak_trainers, {"share_prompts": True})):
+        trainer = build(tmp_path, library, data=dataset(pairs * 2), max_steps=3, **options)
+        seen = embedded_shapes(trainer.model)
+        trainer.train()
+        runs.append(trainer)
+    assert seen[-1][0] == 1
+    assert seen[-1][1] < 3 * len(prompt)
+    parity.assert_same_logs(runs[1], runs[0])
+
+
 def small(family, config, **overrides):
     torch.manual_seed(3)
     settings = {

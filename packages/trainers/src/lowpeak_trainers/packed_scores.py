@@ -130,14 +130,26 @@ class PackedScores:
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if ids is None or mask is None or ids.shape != mask.shape:
             return None
-        pad = self._pad()
-        misleading = (mask == 0) if pad is None else (mask == 0) & (ids != pad)
-        labels = torch.full_like(ids, IGNORE_INDEX).masked_fill(misleading, 0)
-        self._row = self._layout(arguments, labels)
+        self._row = self._layout(arguments, self._labels(ids, mask != 0))
         if self._row is None:
             return None
         self._packed_calls += 1
         return (), {**self._row.arguments, "use_cache": False}
+
+    def _labels(self, ids: Tensor, real: Tensor) -> Tensor:
+        """Labels [B, S] that tell the layout what must stay.
+
+        They are on padding that the model would take for text, and on the token that it scores by:
+        that must be computed in its own row, whatever other rows begin with.
+        """
+        pad = self._pad()
+        text = torch.ones_like(real) if pad is None else ids != pad
+        labels = torch.full_like(ids, IGNORE_INDEX).masked_fill(text & ~real, 0)
+        columns = torch.arange(ids.size(1), device=ids.device)
+        scored = (columns * text).argmax(1, keepdim=True)  # as the model finds it
+        # the first token of a row has nothing before it that could be shared
+        inner = (scored > 0) & real.gather(1, (scored - 1).clamp(min=0))
+        return torch.where(inner & (columns == scored), 0, labels)
 
     def _restore(self, backbone: nn.Module, args: Any, output: Any) -> Any:
         row, self._row = self._row, None
