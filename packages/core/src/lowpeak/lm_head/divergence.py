@@ -99,14 +99,15 @@ def fused_divergence(
             host synchronisation, else it recomputes them: a wrong expectation costs time, never
             correctness. After 3 misses in a row it is not looked at again, see
             `expectation_counts`. Rows where it is 0 take no part in the gradients' products. Not
-            used where the student's weight and bias are frozen, nor in float16.
+            used where the student's weight and bias are frozen.
         vocabulary: "same" demands heads of one size. "shared" compares the first min(Vs, Vt) tokens
             of heads that were padded differently over one tokenizer, both renormalised over them.
         row_selection: as for `fused_lm_head`.
-        scratch_bytes: as for `fused_lm_head`, for the tiles of both heads together. Casts of whole
-            weights count where a few tokens are held with all their logits. None is 128 MiB on
-            accelerators, 1 GiB there for the latter. With `expected_grads` the student's weight
-            gradient is accumulated in float32, 4 V Hs bytes on top.
+        scratch_bytes: as for `fused_lm_head`, for the tiles of both heads together, casts of whole
+            weights and the float32 sum (4 V Hs bytes) of a half-precision weight's expected
+            gradient. None is a default by device type, those casts and that sum on top: on
+            accelerators 1280 MiB where a few tokens are held with all their logits, 128 MiB where
+            not.
         backend: "triton", "torch" or "auto".
 
     Returns:

@@ -192,7 +192,7 @@ class _Chunks:
                 slope = slope[chunk.first : chunk.last]
             scale, power = normalise(scale, logit_bound(pair.divergence, mean) * slope)
         gradient_of = divergence_gradient_triton if self._triton else divergence_gradient_torch
-        gradients.start(chunk.first, chunk.last)
+        gradients.start(chunk.first, chunk.last, power)
         for start, end in self._blocks:
             tiles = self._student.tile(start, end), self._teacher.tile(start, end)
             out = tiles[0].logits
@@ -200,7 +200,7 @@ class _Chunks:
                 out = self._buffer[: out.size(0), : end - start]
             gradient_of(*tiles, chunk.normalizers, scale, mean, pair.divergence, pair.beta, out)
             gradients.add(out, start, end, self._student.weight[start:end], self._student.hidden)
-        gradients.finish_rows(power)
+        gradients.finish_rows()
 
 
 class _Gradients:
@@ -221,11 +221,15 @@ class _Gradients:
             self._bias = torch.zeros(weight.size(0), dtype=self._dtype, device=weight.device)
         self._rows = (0, 0)
         self._sum: Tensor | None = None
+        self._power: Tensor | None = None
         self._empty = True
 
-    def start(self, first: int, last: int) -> None:
-        """Go to the rows [first, last)."""
+    def start(self, first: int, last: int, power: Tensor | None) -> None:
+        """Go to the rows [first, last), whose gradients of logits come divided by `power`."""
         self._rows = first, last
+        if power is not None and self._power is not None:  # the sums move to the new unit
+            self._multiply(self._power / power)
+        self._power = power
         if self._hidden is not None:
             rows = self._hidden[first:last]
             self._sum = rows
@@ -243,13 +247,18 @@ class _Gradients:
         if self._bias is not None:
             self._bias[start:end] += tile.sum(0, dtype=self._dtype)
 
-    def finish_rows(self, power: Tensor | None) -> None:
+    def _multiply(self, factor: Tensor) -> None:
+        for sums in (self._weight, self._bias):
+            if sums is not None:
+                sums.mul_(factor)
+
+    def finish_rows(self) -> None:
         """Round the rows' gradient once."""
         self._empty = False
         if self._hidden is None or self._sum is None:
             return
-        if power is not None:
-            self._sum.mul_(power)
+        if self._power is not None:
+            self._sum.mul_(self._power)
         rows = self._hidden[self._rows[0] : self._rows[1]]
         if rows.dtype != self._dtype:
             rows.copy_(self._sum)
@@ -258,4 +267,6 @@ class _Gradients:
         """The gradients that are needed."""
         if self._empty and self._weight is not None:
             self._weight.zero_()
+        if self._power is not None:
+            self._multiply(self._power)
         return [x for x in (self._hidden, self._weight, self._bias) if x is not None]

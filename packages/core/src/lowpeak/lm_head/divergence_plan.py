@@ -5,6 +5,8 @@ Like the tiles of the other passes, a function of shapes, dtypes and device type
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,22 +15,25 @@ from .divergence_passes import HeadPair
 from .planner import MiB
 from .tiles import HALF_DTYPES, HeadInputs
 
-# Scratch where the caller names none, without casts of the weights: on accelerators no more than
-# TRL's two float32 tiles of 4096 x 32768 logits.
+# Scratch where the caller names none, without casts of the weights: on accelerators what TRL 1.16
+# holds in a backward, two float32 tiles of 4096 x 32768 logits and a bfloat16 one.
 _DEFAULT_SCRATCH = {"cpu": 64 * MiB}
-_DEFAULT_SCRATCH_ACCELERATOR = 1024 * MiB
+_DEFAULT_SCRATCH_ACCELERATOR = 1280 * MiB
 # Each group of tokens streams both weights and reads and writes the float32 gradient of the
-# student's: below these numbers of tokens that costs more than a recompute of the logits saves.
+# student's. On an H200 (V = 262144, H = 1152) the latter cost fused_lm_head 23 ms of 49 in groups
+# of 256 tokens and 8 of 35 in groups of 512, where recomputing 4 N V H would cost 14.
 _FEWEST_ROWS = {"cpu": 16}
 _FEWEST_ROWS_ACCELERATOR = 128
-_FEWEST_ROWS_ACCELERATOR_WEIGHT = 256
+_FEWEST_ROWS_ACCELERATOR_WEIGHT = 384
 # Products of fewer columns keep no matrix unit busy.
 _NARROWEST = {"cpu": 512}
 _NARROWEST_ACCELERATOR = 4096
 # A block's logits of both heads should be read back from the cache that the products left them in.
 _BLOCK_LOGITS = 1 << 22
 _COLUMN_STEP = 128
-_ROW_STEP = 16
+_ROW_STEPS = (128, 16)
+
+_forced: list[OnePassPlan] = []
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,19 @@ class OnePassPlan:
     columns: int
 
 
+@contextmanager
+def override_one_pass(rows: int, columns: int) -> Iterator[None]:
+    """Use this plan instead of the planner's, in every thread, while the context is open.
+
+    For measurements: `scratch_bytes` is not looked at.
+    """
+    _forced.append(OnePassPlan(rows, columns))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
 def one_pass_plan(
     pair: HeadPair,
     needs: tuple[bool, ...],
@@ -47,49 +65,52 @@ def one_pass_plan(
 ) -> OnePassPlan | None:
     """The plan within `scratch_bytes`, or None where it holds too few tokens to be worth it.
 
-    `needs`: gradients of the student's hidden, weight and bias. A weight's or bias' gradient in
-    float16 needs one power of two for all tokens, known only after all logits: None.
+    `needs`: gradients of the student's hidden, weight and bias.
     """
-    student, device = pair.student, pair.student.hidden.device.type
-    total = student.hidden.size(0)
-    trained = needs[1] or needs[2]
-    if trained and student.compute_dtype == torch.float16:
-        return None
-    casts = sum(
-        head.weight.numel() * head.compute_dtype.itemsize
-        for head in (student, pair.teacher)
-        if head.weight.dtype != head.compute_dtype
-    )
+    device, trained = pair.student.hidden.device.type, needs[1] or needs[2]
+    total, vocabulary = pair.student.hidden.size(0), pair.student.weight.size(0)
+    if _forced:
+        plan = _forced[-1]
+        return OnePassPlan(min(plan.rows, total), min(plan.columns, vocabulary)) if total else None
     if scratch_bytes is None:
         left = _DEFAULT_SCRATCH.get(device, _DEFAULT_SCRATCH_ACCELERATOR)
     else:
-        left = scratch_bytes - casts
+        left = scratch_bytes - _whole_weights(pair, needs[1])
     fewest = _FEWEST_ROWS_ACCELERATOR_WEIGHT if trained else _FEWEST_ROWS_ACCELERATOR
     fewest = min(_FEWEST_ROWS.get(device, fewest), total)
-    vocabulary = student.weight.size(0)
     per_logit, per_row, per_column = _costs(pair, any(needs), triton)
     columns = min(vocabulary, _NARROWEST.get(device, _NARROWEST_ACCELERATOR))
-    rows = _rows(left, columns, per_logit, per_row, per_column)
+    rows = max(left - columns * per_column, 0) // (per_row + columns * per_logit)
     if total == 0 or rows < fewest:
         return None
-    rows = min(_even(total, rows), total)
+    rows = _even(total, rows)
     # float32 gradients overwrite the logits: then a block costs nothing
     wider = (left - rows * per_row) // max(rows * per_logit + per_column, 1)
     wider = max(columns, min(wider, _BLOCK_LOGITS // rows) // _COLUMN_STEP * _COLUMN_STEP)
     return OnePassPlan(rows, min(vocabulary, wider))
 
 
-def _rows(left: int, columns: int, per_logit: int, per_row: int, per_column: int) -> int:
-    return max(left - columns * per_column, 0) // (per_row + columns * per_logit)
+def _whole_weights(pair: HeadPair, accumulate: bool) -> int:
+    """Bytes of casts of both weights, and of a gradient wider than its weight."""
+    size = sum(
+        head.weight.numel() * head.compute_dtype.itemsize
+        for head in (pair.student, pair.teacher)
+        if head.weight.dtype != head.compute_dtype
+    )
+    weight, wide = pair.student.weight, pair.student.statistics_dtype
+    return size + (weight.numel() * wide.itemsize if accumulate and weight.dtype != wide else 0)
 
 
 def _even(total: int, most: int) -> int:
-    """The size of nearly equal parts of `total`, each at most `most`, in steps of 16."""
-    if most >= total or most < _ROW_STEP:
-        return most
-    most = most // _ROW_STEP * _ROW_STEP
-    parts = -(-total // most)
-    return min(-(-total // (parts * _ROW_STEP)) * _ROW_STEP, most)
+    """The size of nearly equal parts of `total`, each at most `most`, a multiple of a row step."""
+    if most >= total:
+        return total
+    for step in _ROW_STEPS:
+        if most >= step:
+            most = most // step * step
+            parts = -(-total // most)
+            return min(-(-total // (parts * step)) * step, most)
+    return most
 
 
 def _costs(pair: HeadPair, gradients: bool, triton: bool) -> tuple[int, int, int]:
