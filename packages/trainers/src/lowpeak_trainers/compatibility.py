@@ -42,33 +42,33 @@ DISTILLATION_METHODS = {
     "_compute_loss": "self, unwrapped_student, inputs, num_items_in_batch",
     "__init__": "self, model, teacher_model=None, args=None",
 }
+_PAIRS = {
+    "concatenated_forward": "self, model, batch",
+    "concatenated_inputs": "batch, is_encoder_decoder=False, padding_value=0, device=None",
+}
 # What lowpeak overrides, or calls, of the trainers in the modules of `trl.experimental`.
 EXPERIMENTAL_METHODS = {
-    "orpo": {
-        "ORPOTrainer": {
-            "concatenated_forward": "self, model, batch",
-            "concatenated_inputs": "batch, is_encoder_decoder=False, padding_value=0, device=None",
+    "a2po": {
+        "A2POTrainer": {
+            "_get_sequence_logps": "self, model, input_ids, attention_mask, logits_to_keep"
         }
     },
-    "cpo": {
-        "CPOTrainer": {
-            "concatenated_forward": "self, model, batch",
-            "concatenated_inputs": "batch, is_encoder_decoder=False, padding_value=0, device=None",
-        }
-    },
+    "cpo": {"CPOTrainer": _PAIRS},
     "gkd": {
         "GKDTrainer": {
             "compute_loss": "self, model, inputs, return_outputs=False, num_items_in_batch=None",
             "generalized_jsd_loss": "student_logits, teacher_logits, labels=None, beta=0.5",
         }
     },
-    "tpo": {"TPOTrainer": {"_compute_loss": "self, model, inputs, return_outputs"}},
+    "gmpo": {"GMPOTrainer": {"_get_per_token_logps_and_entropies": "self, model, input_ids"}},
     "online_dpo": {
         "OnlineDPOTrainer": {
             "_forward": "self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, "
             "vision_inputs=None",
         }
     },
+    "orpo": {"ORPOTrainer": _PAIRS},
+    "tpo": {"TPOTrainer": {"_compute_loss": "self, model, inputs, return_outputs"}},
 }
 
 

@@ -11,17 +11,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .a2po import A2POConfig, A2POTrainer
     from .cpo import CPOConfig, CPOTrainer
     from .gkd import GKDConfig, GKDTrainer
+    from .gmpo import GMPOConfig, GMPOTrainer
     from .online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from .orpo import ORPOConfig, ORPOTrainer
     from .tpo import TPOConfig, TPOTrainer
 
 __all__ = [
+    "A2POConfig",
+    "A2POTrainer",
     "CPOConfig",
     "CPOTrainer",
     "GKDConfig",
     "GKDTrainer",
+    "GMPOConfig",
+    "GMPOTrainer",
     "ORPOConfig",
     "ORPOTrainer",
     "OnlineDPOConfig",
@@ -30,7 +36,15 @@ __all__ = [
     "TPOTrainer",
 ]
 
-_MODULES = {"CPO": "cpo", "GKD": "gkd", "ORPO": "orpo", "OnlineDPO": "online_dpo", "TPO": "tpo"}
+_MODULES = {
+    "A2PO": "a2po",
+    "CPO": "cpo",
+    "GKD": "gkd",
+    "GMPO": "gmpo",
+    "ORPO": "orpo",
+    "OnlineDPO": "online_dpo",
+    "TPO": "tpo",
+}
 
 
 def __getattr__(name: str) -> Any:
