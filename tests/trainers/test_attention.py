@@ -12,8 +12,11 @@ import tiny
 import torch
 import transformers
 import trl
+from watch import embedded_shapes
 
 import lowpeak_trainers
+from lowpeak.attention.forward import lowpeak_attention
+from lowpeak.attention.pattern import lowpeak_mask
 
 LENGTHS = [3, 30, 7, 12]
 PACKED = {"packing": True, "max_length": 33}
@@ -231,6 +234,38 @@ def test_c1_what_trl_makes_of_it(tmp_path):
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
     assert abs(losses[0] - losses[1]) > 1e-2
+
+
+@pytest.fixture
+def flash():
+    """The name of an attention that passes for flash attention, and runs anywhere."""
+    name = "made_up_flash"
+    transformers.AttentionInterface.register(name, lowpeak_attention)
+    transformers.AttentionMaskInterface.register(name, lowpeak_mask)
+    yield name
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        del interface._global_mapping[name]
+
+
+@pytest.mark.parametrize("how", ["on the model", "off"])
+def test_flash_that_the_user_named(how, flash, tmp_path, caplog):
+    """Padding-free on a model whose layers are all attention, padded on a hybrid."""
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    for make, packed in ((tiny.llama, True), (qwen3_next, False)):
+        model, options = make(), {}
+        model.config._attn_implementation = flash
+        if how == "off":
+            options["attention"] = "off"
+        trainer = build(tmp_path, model=model, **options)
+        assert attention_of(trainer) == flash
+        seen = embedded_shapes(model)
+        trainer.train()
+        assert (seen[-1][0] == 1) == packed
+    assert f"padding-free: on in SFTTrainer, with attention '{flash}'" in caplog.text
+    assert "padding-free: off in SFTTrainer, by attention" in caplog.text
+    assert "type linear_attention, which may reach across documents" in caplog.text
+    with pytest.raises(ValueError, match="padding_free=True does not serve SFTTrainer"):
+        build(tmp_path, model=model, padding_free=True, **options)
 
 
 def test_packing_that_leaks_is_said(tmp_path, caplog):
