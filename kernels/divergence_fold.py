@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .divergence_launch import launch_shape
 from .logit_transform import TileTransform, transform_block, transform_tile_torch
 from .triton_shim import jit, tl
 
 NEGATIVE_INFINITY = -float("inf")
-
-_GROUP = 8
-_BLOCK = 1024
-_WARPS = 4
 
 
 class Divergence(IntEnum):
@@ -154,11 +151,13 @@ def head_block(
 
 
 @jit
-def inverse_temperature_of_row(temperature_ptr, temperature, row, ROW_TEMPERATURE: tl.constexpr):
-    """1 / temperature of a row."""
+def head_row(
+    tile_ptr, row_stride, temperature_ptr, temperature, row, ROW_TEMPERATURE: tl.constexpr
+):
+    """Where a head's row begins, and 1 / its temperature."""
     if ROW_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    return 1.0 / temperature
+    return tile_ptr + row * row_stride, 1.0 / temperature
 
 
 @jit
@@ -202,13 +201,21 @@ def divergence_fold_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
-    s_inverse = inverse_temperature_of_row(
-        student_temperature_ptr, student_temperature, row, STUDENT_ROW_TEMPERATURE
+    student_ptr, s_inverse = head_row(
+        student_ptr,
+        student_stride,
+        student_temperature_ptr,
+        student_temperature,
+        row,
+        STUDENT_ROW_TEMPERATURE,
     )
-    t_inverse = inverse_temperature_of_row(
-        teacher_temperature_ptr, teacher_temperature, row, TEACHER_ROW_TEMPERATURE
+    teacher_ptr, t_inverse = head_row(
+        teacher_ptr,
+        teacher_stride,
+        teacher_temperature_ptr,
+        teacher_temperature,
+        row,
+        TEACHER_ROW_TEMPERATURE,
     )
 
     # As in the fold kernel of the LM head, a lane folds groups of neighbouring columns on its own.
@@ -302,15 +309,16 @@ def fold_pair_triton(
     student: HeadTile, teacher: HeadTile, statistics: PairStatistics, divergence: Divergence
 ) -> None:
     """`fold_pair_torch` as one kernel launch; statistics must be float32. Keeps the tiles."""
+    shape = launch_shape("fold")
     divergence_fold_kernel[(student.logits.size(0),)](
         **student.arguments("student"),
         **teacher.arguments("teacher"),
         **{f"{name}_ptr": field for name, field in vars(statistics).items()},
         width=student.logits.size(1),
         DIVERGENCE=int(divergence),
-        GROUP=_GROUP,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        GROUP=shape.group,
+        BLOCK=shape.block,
+        num_warps=shape.warps,
     )
 
 
@@ -341,8 +349,9 @@ def _variant(
     types = student[0] | teacher[0] | {"width": "i32"}
     types |= {f"{field.name}_ptr": "*fp32" for field in fields(PairStatistics)}
     constants = student[1] | teacher[1]
-    constants |= {"DIVERGENCE": int(divergence), "GROUP": _GROUP, "BLOCK": _BLOCK}
-    return ("divergence_fold_kernel", types, constants, _WARPS)
+    shape = launch_shape("fold")
+    constants |= {"DIVERGENCE": int(divergence), "GROUP": shape.group, "BLOCK": shape.block}
+    return ("divergence_fold_kernel", types, constants, shape.warps)
 
 
 # half-precision products are folded as float32 tiles

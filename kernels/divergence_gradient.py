@@ -20,9 +20,10 @@ from .divergence_fold import (
     Divergence,
     HeadTile,
     head_block,
+    head_row,
     head_variant,
-    inverse_temperature_of_row,
 )
+from .divergence_launch import launch_shape
 from .divergence_mixture import (
     NORMALIZER_TYPES,
     PairNormalizers,
@@ -32,9 +33,6 @@ from .divergence_mixture import (
 )
 from .logit_transform import slope_block, transform_slope_torch
 from .triton_shim import jit, tl
-
-_BLOCK = 1024
-_WARPS = 4
 
 
 def divergence_gradient_torch(
@@ -109,16 +107,24 @@ def divergence_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    student_ptr, s_inverse = head_row(
+        student_ptr,
+        student_stride,
+        student_temperature_ptr,
+        student_temperature,
+        row,
+        STUDENT_ROW_TEMPERATURE,
+    )
+    teacher_ptr, t_inverse = head_row(
+        teacher_ptr,
+        teacher_stride,
+        teacher_temperature_ptr,
+        teacher_temperature,
+        row,
+        TEACHER_ROW_TEMPERATURE,
+    )
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    s_inverse = inverse_temperature_of_row(
-        student_temperature_ptr, student_temperature, row, STUDENT_ROW_TEMPERATURE
-    )
-    t_inverse = inverse_temperature_of_row(
-        teacher_temperature_ptr, teacher_temperature, row, TEACHER_ROW_TEMPERATURE
-    )
-    student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
     _, t = head_block(
         teacher_ptr,
         teacher_bias_ptr,
@@ -170,7 +176,8 @@ def divergence_gradient_triton(
     out: Tensor,
 ) -> None:
     """`divergence_gradient_torch` as one kernel launch; what belongs to rows must be float32."""
-    grid = (student.logits.size(0), -(-student.logits.size(1) // _BLOCK))
+    shape = launch_shape("gradient")
+    grid = (student.logits.size(0), -(-student.logits.size(1) // shape.block))
     divergence_gradient_kernel[grid](
         **student.arguments("student"),
         **teacher.arguments("teacher"),
@@ -182,8 +189,8 @@ def divergence_gradient_triton(
         width=student.logits.size(1),
         beta=beta,
         DIVERGENCE=int(divergence),
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        BLOCK=shape.block,
+        num_warps=shape.warps,
     )
 
 
@@ -195,8 +202,9 @@ def _variant(
     types = student[0] | teacher[0] | NORMALIZER_TYPES
     types |= {"scale_ptr": "*fp32", "mean_ptr": "*fp32"}
     types |= {"out_ptr": f"*{out}", "out_stride": "i32", "width": "i32", "beta": "fp32"}
-    constants = student[1] | teacher[1] | {"DIVERGENCE": int(divergence), "BLOCK": _BLOCK}
-    return ("divergence_gradient_kernel", types, constants, _WARPS)
+    shape = launch_shape("gradient")
+    constants = student[1] | teacher[1] | {"DIVERGENCE": int(divergence), "BLOCK": shape.block}
+    return ("divergence_gradient_kernel", types, constants, shape.warps)
 
 
 # half-precision products: float32 tiles of logits, half-precision tiles of gradients

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .divergence_fold import HeadTile, head_block, head_variant, inverse_temperature_of_row
+from .divergence_fold import HeadTile, head_block, head_row, head_variant
+from .divergence_launch import launch_shape
 from .triton_shim import jit, tl
-
-_BLOCK = 1024
-_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -119,13 +117,21 @@ def divergence_mixture_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
-    s_inverse = inverse_temperature_of_row(
-        student_temperature_ptr, student_temperature, row, STUDENT_ROW_TEMPERATURE
+    student_ptr, s_inverse = head_row(
+        student_ptr,
+        student_stride,
+        student_temperature_ptr,
+        student_temperature,
+        row,
+        STUDENT_ROW_TEMPERATURE,
     )
-    t_inverse = inverse_temperature_of_row(
-        teacher_temperature_ptr, teacher_temperature, row, TEACHER_ROW_TEMPERATURE
+    teacher_ptr, t_inverse = head_row(
+        teacher_ptr,
+        teacher_stride,
+        teacher_temperature_ptr,
+        teacher_temperature,
+        row,
+        TEACHER_ROW_TEMPERATURE,
     )
     s_centre = tl.load(student_centre_ptr + row)
     s_log_sum = tl.load(student_log_sum_ptr + row)
@@ -181,6 +187,7 @@ def mixture_tile_triton(
     from_student: Tensor,
 ) -> None:
     """`mixture_tile_torch` as one kernel launch; sums must be float32. Keeps the tiles."""
+    shape = launch_shape("mixture")
     divergence_mixture_kernel[(student.logits.size(0),)](
         **student.arguments("student"),
         **teacher.arguments("teacher"),
@@ -189,8 +196,8 @@ def mixture_tile_triton(
         from_student_ptr=from_student,
         width=student.logits.size(1),
         beta=beta,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        BLOCK=shape.block,
+        num_warps=shape.warps,
     )
 
 
@@ -203,8 +210,9 @@ def _variant(bias: str | None, transformed: bool) -> tuple[str, dict[str, str], 
     types = student[0] | teacher[0] | NORMALIZER_TYPES
     types |= {"from_teacher_ptr": "*fp32", "from_student_ptr": "*fp32"}
     types |= {"width": "i32", "beta": "fp32"}
-    constants = student[1] | teacher[1] | {"BLOCK": _BLOCK}
-    return ("divergence_mixture_kernel", types, constants, _WARPS)
+    shape = launch_shape("mixture")
+    constants = student[1] | teacher[1] | {"BLOCK": shape.block}
+    return ("divergence_mixture_kernel", types, constants, shape.warps)
 
 
 # half-precision products are float32 tiles
