@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .expectation import expectation_counter
+from .expectation import FROZEN, expectation_counter
 from .gemm import add_product, expects_wide_output
 from .planner import TileCost, TilePlan, chunk_fits, plan_chunk
 from .tiles import HALF_DTYPES, HeadInputs, use_triton
@@ -109,15 +109,18 @@ def choose_keep(
     if not torch.is_grad_enabled() or not (hidden or weight or bias):
         return Keep()
     triton = use_triton(backend, inputs)
-    # a compiled graph must not depend on the counts
-    believed = torch.compiler.is_compiling() or expectation_counter("fused_lm_head").worth_trying
     keep = Keep("expected", hidden, inputs.statistics_dtype if weight else None, bias)
-    if expected and believed and keep.fits(inputs, triton, scratch_bytes):
+    if expected and _believed("fused_lm_head") and keep.fits(inputs, triton, scratch_bytes):
         return keep
     keep = Keep("frozen", hidden=True)
-    if weight or bias or "log_probs" not in names:
+    if weight or bias or "log_probs" not in names or not _believed(FROZEN):
         return Keep()
     return keep if keep.fits(inputs, triton, scratch_bytes) else Keep()
+
+
+def _believed(function: str) -> bool:
+    """Whether expectations are worth their while; a compiled graph must not depend on counts."""
+    return torch.compiler.is_compiling() or expectation_counter(function).worth_trying
 
 
 # Rows of the weight that are averaged at a time.

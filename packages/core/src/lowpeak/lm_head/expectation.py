@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-6
 MOST_MISSES = 3
+# Counted like an expectation: of a frozen head, that only log-probabilities receive gradients.
+FROZEN = "fused_lm_head, frozen weight"
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class ExpectationCounter:
         self.counts = ExpectationCounts(counts.held, counts.missed + 1, row)
         if row == MOST_MISSES:
             logger.info(
-                "%s: expected_grads were not what the backward received %d times in a row (%d held "
-                "before): they are not tried again. The gradients were exact every time",
+                "%s: the backward received other gradients than expected %d times in a row (%d "
+                "held before) and recomputed, exactly: nothing is kept for it any more",
                 self._function,
                 row,
                 counts.held,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
 from .chunks import Keep
+from .expectation import FROZEN, expectation_counter
 from .expected import AskedExpectation
 from .kept_ops import lm_head_expected_backward, lm_head_unit_backward
 from .ops import SAVED_NAMES, lm_head_backward, lm_head_forward, result_names
@@ -108,9 +109,12 @@ class FusedLMHead(torch.autograd.Function):
             gradients = lm_head_expected_backward(
                 *tensors, saved, ordered, expected, call.keep.flags, kept, *rest
             )
-        elif kept and arriving <= unit_names(call.softcap):
+        elif call.keep.phase == "frozen" and _serves(arriving, call.softcap):
+            unit = kept[0]
+            if torch.is_grad_enabled():  # so that a second differentiation comes upon the refusal
+                unit = unit.detach().requires_grad_()
             gradients = lm_head_unit_backward(
-                kept[0],
+                unit,
                 *tensors[1:],
                 given.get("log_probs"),
                 given.get("mean_logits"),
@@ -129,6 +133,14 @@ class FusedLMHead(torch.autograd.Function):
 def unit_names(softcap: float) -> set[str]:
     """The outputs whose gradient in hidden follows from that of log_probs without the logits."""
     return {"log_probs"} if softcap else {"log_probs", "mean_logits"}
+
+
+def _serves(arriving: set[str], softcap: float) -> bool:
+    """Whether the kept gradient of log_probs serves the upstream gradients; counted."""
+    serves = arriving <= unit_names(softcap)
+    if not torch.compiler.is_compiling():
+        expectation_counter(FROZEN).record(serves)
+    return serves
 
 
 def _never_recomputed(softcap: float) -> set[str]:
