@@ -23,6 +23,7 @@ from watch import embedded_shapes
 TOKENS = sum(len(p) + len(c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True))
 WIDTH = max(map(len, PROMPTS)) + max(map(len, COMPLETIONS))
 PACKED, PADDED = (1, TOKENS), (2, WIDTH)
+SLOW = pytest.mark.slow
 
 
 def with_eager(model):
@@ -47,7 +48,7 @@ SIDES = {
 }
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("beta", [pytest.param(b, marks=SLOW) for b in (0.0, 1.0)] + [0.5])
 @pytest.mark.parametrize("who", SIDES)
 def test_each_model_for_itself(who, beta, tmp_path):
     make_student, make_teacher, student_shape, teacher_shape = SIDES[who]
@@ -160,7 +161,7 @@ def test_g4_learned_positions_behind_a_padded_prompt(tmp_path):
     assert abs(padded.state.log_history[0]["loss"] - right) > 1e-3
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=SLOW), False])
 def test_checkpointing(checkpointing, tmp_path):
     assert_right(tmp_path, 0.5, gradient_checkpointing=checkpointing, max_steps=1)
 

@@ -96,7 +96,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.slow if what in ("attention", "head off") else ())
+        for what in SETTINGS
+    ],
+)
 def test_settings(what, tmp_path, monkeypatch):
     keywords, environment, attention, packed = SETTINGS[what]
     for name, value in environment.items():

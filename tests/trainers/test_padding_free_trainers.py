@@ -142,7 +142,7 @@ def test_g4_left_padded_prompts_of_learned_positions(method, tmp_path):
         ]
     ).detach()
     logps, entropies, mask = scored(tmp_path, method)
-    torch.testing.assert_close(logps[mask].double(), wanted, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(logps[mask].double(), wanted, atol=5e-5, rtol=1e-5)
     assert (logps[~mask] == 0).all()
     assert (entropies[~mask] == 0).all()
     padded, _, _ = scored(tmp_path, method, padding_free=False)

@@ -24,6 +24,11 @@ BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 PACKED, PADDED = (1, TOKENS), (8, 12)
 
 
+def slow_but(names, *fast):
+    """All of `names`, those that are not `fast` marked slow."""
+    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
+
+
 def dataset(pairs, **columns):
     chosen, rejected = ([list(pair[side]) for pair in pairs] for side in (0, 1))
     return Dataset.from_dict({"chosen_ids": chosen, "rejected_ids": rejected, **columns})
@@ -81,7 +86,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("padding_free", [None, False], ids=["free", "padded"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(VARIANTS, "centred", "left padding", "multiple"))
 def test_loss_and_gradients_of_each_sequence_alone(variant, padding_free, tmp_path):
     options = VARIANTS[variant]
     record = oracle.GradientRecord()
@@ -125,7 +130,15 @@ PARITY = {
 PADS = [([10, 0, 11, 12], [13, 14, 0, 0]), ([0, 15, 16], [17, 0, 18, 19, 20])]
 
 
-@pytest.mark.parametrize("what", [*PARITY, "pad tokens in the text", "dropout disabled"])
+@pytest.mark.parametrize(
+    "what",
+    slow_but(
+        [*PARITY, "pad tokens in the text", "dropout disabled"],
+        "adapter",
+        "metrics",
+        "pad tokens in the text",
+    ),
+)
 def test_follows_trl(what, tmp_path):
     options = dict(PARITY.get(what, {}))
     if what == "pad tokens in the text":  # the last of them is no token to score by, as in TRL
@@ -202,7 +215,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "gpt2"))
 @pytest.mark.parametrize("collator", [None, left_padding], ids=["right", "left"])
 def test_families(family, collator, tmp_path):
     """GPT-2 behind left padding among them: its learned positions are those of the text."""
@@ -342,6 +355,17 @@ def test_switched_off(off, tmp_path, monkeypatch):
     seen = embedded_shapes(model)
     trainer.train()
     assert seen == [PADDED]
+
+
+def test_mixed_precision(tmp_path):
+    """The self-test runs in the precision of the training; so does the packed row."""
+    model = tiny.reward_model()
+    trainer = build(tmp_path, model=model, bf16=True)
+    seen = embedded_shapes(model)
+    trainer.train()
+    assert seen == [PACKED]
+    right = right_loss(oracle.in_float64(tiny.reward_model())).item()
+    oracle.assert_close(trainer.state.log_history[0]["loss"], right, 0.05)
 
 
 def test_resume_and_reload(tmp_path):
