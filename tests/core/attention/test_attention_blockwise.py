@@ -15,7 +15,7 @@ from torch import Tensor
 from lowpeak.attention import blockwise
 from lowpeak.attention.blockwise import blockwise_attention
 from lowpeak.attention.documents import Documents
-from lowpeak.attention.kernels import document_attention, varlen_serves
+from lowpeak.attention.kernels import cudnn_serves, document_attention, varlen_serves
 
 SCALE = 0.3
 
@@ -190,12 +190,38 @@ def test_varlen_equals_dense(
 ) -> None:
     if torch.version.hip is not None and window is not None:
         pytest.skip("windows go by blocks there")
-    lengths = [700, 1, 64, 259]
     inputs = heads(1024, counts, (width, width), dtype, device)
     assert varlen_serves(inputs[0], inputs[2], window)
+    assert_like_dense(inputs, [700, 1, 64, 259], window)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("counts", [(4, 4), (4, 1)])
+@pytest.mark.parametrize("lengths", [[1024], [512, 512], [1024, 1024, 1024]])
+def test_documents_of_one_length_equal_dense(
+    lengths: list[int], counts: tuple[int, int], width: int, device: torch.device
+) -> None:
+    inputs = heads(sum(lengths), counts, (width, width), torch.bfloat16, device)
+    documents = Documents(ends_of(lengths, device), lengths[0])
+    on_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    assert cudnn_serves(*inputs, documents) == on_hopper
+    assert_like_dense(inputs, lengths, None)
+
+
+@pytest.mark.cuda
+def test_cudnn_is_not_asked_for_every_length(device: torch.device) -> None:
+    inputs = heads(1000, (4, 2), (64, 64), torch.bfloat16, device)
+    for lengths in ([1000], [512, 488]):
+        assert not cudnn_serves(*inputs, Documents(ends_of(lengths, device), lengths[0]))
+
+
+def assert_like_dense(inputs: list[Tensor], lengths: list[int], window: int | None) -> None:
+    """Output and gradients of half-precision kernels, within what half precision allows."""
+    dtype, width, device = inputs[0].dtype, inputs[0].size(2), inputs[0].device
     exact = [x.detach().double().requires_grad_() for x in inputs]
     scale = width**-0.5
-    documents = Documents(ends_of(lengths, device), 700)
+    documents = Documents(ends_of(lengths, device), max(lengths))
     found = document_attention(*inputs, documents, window=window, scale=scale)
     wanted = dense_attention(*exact, lengths, window, scale)
     assert_near(found, wanted, 4 * torch.finfo(dtype).eps)
