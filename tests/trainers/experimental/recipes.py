@@ -66,8 +66,8 @@ def triples(lengths):
     return tiny.preferences(lengths).add_column("reference", gold)
 
 
-def teacher():
-    return tiny.llama(seed=2, hidden_size=48, initializer_range=0.15)
+def teacher(**overrides):
+    return tiny.llama(seed=2, **{"hidden_size": 48, "initializer_range": 0.15, **overrides})
 
 
 def keywords(method):
@@ -80,8 +80,11 @@ def keywords(method):
     return {"train_dataset": data(PAIRS), "eval_dataset": data(PAIRS[:5]), **further}
 
 
-def build(package, method, folder, *, model=None, lora=None, **options):
-    """The trainer of `method`; `options` go to the config, `lora` to a LoraConfig."""
+def build(package, method, folder, *, model=None, lora=None, further=None, **options):
+    """The trainer of `method`; `options` go to the config, `lora` to a LoraConfig.
+
+    `further` replaces arguments of the trainer.
+    """
     random.seed(0)  # GKD asks it which batches are on-policy
     settings = parity.settings(folder, **{**OPTIONS[method], **options})
     adapter = {}
@@ -95,8 +98,7 @@ def build(package, method, folder, *, model=None, lora=None, **options):
         model=tiny.llama() if model is None else model,
         args=getattr(home, f"{method}Config")(**settings),
         processing_class=tokenizer,
-        **keywords(method),
-        **adapter,
+        **{**keywords(method), **adapter, **(further or {})},
     )
 
 

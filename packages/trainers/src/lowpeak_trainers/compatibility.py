@@ -65,6 +65,7 @@ EXPERIMENTAL_METHODS = {
         "OnlineDPOTrainer": {
             "_forward": "self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, "
             "vision_inputs=None",
+            "_enable_gradient_checkpointing": "self, model, args",
         }
     },
     "orpo": {"ORPOTrainer": _PAIRS},

@@ -1,8 +1,8 @@
 """Trainers of `trl.experimental` with lowpeak inside: change the import and nothing else.
 
-As in TRL, each trainer is a module of its own (`lowpeak_trainers.experimental.orpo`), and importing
-one imports `trl.experimental`, which warns that its interfaces may change. The names of all of them
-can be had from here too, each imported when it is asked for.
+As in TRL, each trainer is a module of its own (`lowpeak_trainers.experimental.orpo`), and its
+interface may change in any release. The names of all of them can be had from here too, each
+imported when it is asked for.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowpeak.config import MemoryConfig
 from lowpeak.models import FusedCausalLMOutput, FusedForwardHandle
+from lowpeak.models.inspection import read_head
 from lowpeak.pretrained import pretrained_model
 
 from ..assembly import (
@@ -34,7 +35,8 @@ class FusedLogProbs(KeepsUseCache):
     """Mixin: gives the trainer that follows in the bases a fused head and lowpeak's attention.
 
     Settings come from the trainer's `args` when these are a MemoryConfig, and are the defaults
-    otherwise. An encoder-decoder model keeps TRL's logits.
+    otherwise. Unlike TRL's other trainers these make logits of any model, so that a model which
+    lowpeak's head does not serve (an encoder-decoder, an adapter on the head) keeps them.
 
     Raises:
         ValueError: at construction, for settings that do not serve the model.
@@ -85,9 +87,24 @@ class FusedLogProbs(KeepsUseCache):
         return pretrained_model(self.accelerator.unwrap_model(wrapped))
 
     def _why_no_head(self, config: MemoryConfig) -> str | None:
-        if self._plain(self.model).config.is_encoder_decoder:
-            return "its encoder-decoder model"
-        return why_head_is_off(config)
+        off = why_head_is_off(config)
+        unable = self._why_unable() if off is None else None
+        if unable is not None and config.fused_lm_head:
+            raise ValueError(
+                f"fused_lm_head=True does not serve {type(self).__name__}: {unable}. Set "
+                "fused_lm_head=None, with which TRL makes logits"
+            )
+        return off or unable
+
+    def _why_unable(self) -> str | None:
+        model = self._plain(self.model)
+        if model.config.is_encoder_decoder:
+            return "its model, an encoder-decoder"
+        try:
+            read_head(model)
+        except ValueError as error:
+            return f"its model: {error}"
+        return None
 
     def _install(self, wrapped: nn.Module) -> FusedForwardHandle:
         return install_head(

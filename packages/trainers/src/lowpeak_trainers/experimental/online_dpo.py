@@ -31,6 +31,13 @@ class OnlineDPOTrainer(FusedLogProbs, trl_online_dpo.OnlineDPOTrainer):
     _metrics_over_padding = ("objective/kl", "objective/entropy", "objective/non_score_reward")
     max_length: int
 
+    def _enable_gradient_checkpointing(self, model: Any, args: Any) -> Any:
+        # TRL leaves use_cache=False in the config; KeepsUseCache writes it while training
+        before = model.config.use_cache
+        model = super()._enable_gradient_checkpointing(model, args)
+        model.config.use_cache = before
+        return model
+
     def _forward(
         self,
         model: nn.Module,
