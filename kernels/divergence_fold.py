@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .divergence_launch import launch_shape
+from .divergence_launch import FOLD_LAUNCH, DivergenceLaunch
 from .logit_transform import TileTransform, transform_block, transform_tile_torch
 from .triton_shim import jit, tl
 
@@ -306,19 +306,22 @@ def divergence_fold_kernel(
 
 
 def fold_pair_triton(
-    student: HeadTile, teacher: HeadTile, statistics: PairStatistics, divergence: Divergence
+    student: HeadTile,
+    teacher: HeadTile,
+    statistics: PairStatistics,
+    divergence: Divergence,
+    launch: DivergenceLaunch = FOLD_LAUNCH,
 ) -> None:
     """`fold_pair_torch` as one kernel launch; statistics must be float32. Keeps the tiles."""
-    shape = launch_shape("fold")
     divergence_fold_kernel[(student.logits.size(0),)](
         **student.arguments("student"),
         **teacher.arguments("teacher"),
         **{f"{name}_ptr": field for name, field in vars(statistics).items()},
         width=student.logits.size(1),
         DIVERGENCE=int(divergence),
-        GROUP=shape.group,
-        BLOCK=shape.block,
-        num_warps=shape.warps,
+        GROUP=launch.group,
+        BLOCK=launch.block,
+        num_warps=launch.warps,
     )
 
 
@@ -349,9 +352,12 @@ def _variant(
     types = student[0] | teacher[0] | {"width": "i32"}
     types |= {f"{field.name}_ptr": "*fp32" for field in fields(PairStatistics)}
     constants = student[1] | teacher[1]
-    shape = launch_shape("fold")
-    constants |= {"DIVERGENCE": int(divergence), "GROUP": shape.group, "BLOCK": shape.block}
-    return ("divergence_fold_kernel", types, constants, shape.warps)
+    constants |= {
+        "DIVERGENCE": int(divergence),
+        "GROUP": FOLD_LAUNCH.group,
+        "BLOCK": FOLD_LAUNCH.block,
+    }
+    return ("divergence_fold_kernel", types, constants, FOLD_LAUNCH.warps)
 
 
 # half-precision products are folded as float32 tiles

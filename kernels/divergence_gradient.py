@@ -23,7 +23,7 @@ from .divergence_fold import (
     head_row,
     head_variant,
 )
-from .divergence_launch import launch_shape
+from .divergence_launch import GRADIENT_LAUNCH, DivergenceLaunch
 from .divergence_mixture import (
     NORMALIZER_TYPES,
     PairNormalizers,
@@ -174,10 +174,10 @@ def divergence_gradient_triton(
     divergence: Divergence,
     beta: float,
     out: Tensor,
+    launch: DivergenceLaunch = GRADIENT_LAUNCH,
 ) -> None:
     """`divergence_gradient_torch` as one kernel launch; what belongs to rows must be float32."""
-    shape = launch_shape("gradient")
-    grid = (student.logits.size(0), -(-student.logits.size(1) // shape.block))
+    grid = (student.logits.size(0), -(-student.logits.size(1) // launch.block))
     divergence_gradient_kernel[grid](
         **student.arguments("student"),
         **teacher.arguments("teacher"),
@@ -189,8 +189,8 @@ def divergence_gradient_triton(
         width=student.logits.size(1),
         beta=beta,
         DIVERGENCE=int(divergence),
-        BLOCK=shape.block,
-        num_warps=shape.warps,
+        BLOCK=launch.block,
+        num_warps=launch.warps,
     )
 
 
@@ -202,9 +202,10 @@ def _variant(
     types = student[0] | teacher[0] | NORMALIZER_TYPES
     types |= {"scale_ptr": "*fp32", "mean_ptr": "*fp32"}
     types |= {"out_ptr": f"*{out}", "out_stride": "i32", "width": "i32", "beta": "fp32"}
-    shape = launch_shape("gradient")
-    constants = student[1] | teacher[1] | {"DIVERGENCE": int(divergence), "BLOCK": shape.block}
-    return ("divergence_gradient_kernel", types, constants, shape.warps)
+    constants = (
+        student[1] | teacher[1] | {"DIVERGENCE": int(divergence), "BLOCK": GRADIENT_LAUNCH.block}
+    )
+    return ("divergence_gradient_kernel", types, constants, GRADIENT_LAUNCH.warps)
 
 
 # half-precision products: float32 tiles of logits, half-precision tiles of gradients

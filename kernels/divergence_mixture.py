@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .divergence_fold import HeadTile, head_block, head_row, head_variant
-from .divergence_launch import launch_shape
+from .divergence_launch import MIXTURE_LAUNCH, DivergenceLaunch
 from .triton_shim import jit, tl
 
 
@@ -185,9 +185,9 @@ def mixture_tile_triton(
     beta: float,
     from_teacher: Tensor,
     from_student: Tensor,
+    launch: DivergenceLaunch = MIXTURE_LAUNCH,
 ) -> None:
     """`mixture_tile_torch` as one kernel launch; sums must be float32. Keeps the tiles."""
-    shape = launch_shape("mixture")
     divergence_mixture_kernel[(student.logits.size(0),)](
         **student.arguments("student"),
         **teacher.arguments("teacher"),
@@ -196,8 +196,8 @@ def mixture_tile_triton(
         from_student_ptr=from_student,
         width=student.logits.size(1),
         beta=beta,
-        BLOCK=shape.block,
-        num_warps=shape.warps,
+        BLOCK=launch.block,
+        num_warps=launch.warps,
     )
 
 
@@ -210,9 +210,8 @@ def _variant(bias: str | None, transformed: bool) -> tuple[str, dict[str, str], 
     types = student[0] | teacher[0] | NORMALIZER_TYPES
     types |= {"from_teacher_ptr": "*fp32", "from_student_ptr": "*fp32"}
     types |= {"width": "i32", "beta": "fp32"}
-    shape = launch_shape("mixture")
-    constants = student[1] | teacher[1] | {"BLOCK": shape.block}
-    return ("divergence_mixture_kernel", types, constants, shape.warps)
+    constants = student[1] | teacher[1] | {"BLOCK": MIXTURE_LAUNCH.block}
+    return ("divergence_mixture_kernel", types, constants, MIXTURE_LAUNCH.warps)
 
 
 # half-precision products are float32 tiles
