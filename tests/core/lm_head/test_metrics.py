@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lowpeak import (
     LMHeadMetrics,
-    fused_lm_head,
     lm_head_metrics,
     logit_tiles,
     top_k_log_probs,
@@ -244,33 +243,3 @@ def test_tiles_are_the_logits(device: torch.device) -> None:
     allowed = value_tolerance(error(plain, true), float(true.abs().max()), torch.float32)
     assert error(joined, true.flatten(0, 1)) <= allowed
     assert list(logit_tiles(case.hidden[:0], case.weight)) == []
-
-
-def test_label_smoothing_and_z_loss_from_the_differentiable_outputs(device: torch.device) -> None:
-    """The example of docs/head.md: torch's label smoothing and PaLM's z-loss, with gradients."""
-    case = make_case(12, 60, 8, device=device)
-    smoothing, z_weight = 0.1, 1e-2
-    losses = []
-    for fused in (True, False):
-        leaves = case.leaves()
-        hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves["bias"]
-        count = (case.targets != -100).sum()
-        if fused:
-            out = fused_lm_head(
-                hidden, weight, case.targets, bias=bias,
-                outputs=("log_probs", "mean_logits", "log_normalizer"),
-            )  # fmt: skip
-            uniform = out.mean_logits - out.log_normalizer  # mean over the vocabulary of log p
-            nll = -((1 - smoothing) * out.log_probs + smoothing * uniform)
-            loss = (nll + z_weight * out.log_normalizer.square()).sum() / count
-        else:
-            logits = hidden @ weight.t() + bias
-            loss = torch.nn.functional.cross_entropy(
-                logits, case.targets, label_smoothing=smoothing
-            )
-            z = logits.logsumexp(-1)[case.targets != -100]
-            loss = loss + z_weight * z.square().mean()
-        loss.backward()
-        losses.append([loss.detach(), *(leaf.grad for leaf in leaves.values())])
-    for ours, theirs in zip(*losses, strict=True):
-        assert error(ours, theirs) <= 1e-5
