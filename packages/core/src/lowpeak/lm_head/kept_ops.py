@@ -41,7 +41,7 @@ def lm_head_unit_backward(
     if log_probs is None:
         gradient.zero_()
     else:
-        torch.mul(unit, _column(log_probs, targets, ignore_index, statistics), out=gradient)
+        _scale(unit, _column(log_probs, targets, ignore_index, statistics), gradient)
     if mean_logits is not None:
         transform = TileTransform(scale, 0.0, temperature)
         inputs = HeadInputs(unit, weight, bias, temperature_rows, transform, compute_dtype)
@@ -187,6 +187,20 @@ def _scaled(kept: Tensor, factor: Tensor, like: Tensor) -> Tensor:
     """factor * kept, rounded once to the dtype of `like`; 0 in the rows that kept does not have."""
     result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     height = kept.size(0)
-    torch.mul(kept, factor, out=result[:height])
+    _scale(kept, factor.expand(height, *(1,) * (kept.dim() - 1)), result[:height])
     result[height:].zero_()
     return result
+
+
+# The CPU multiplies mixed dtypes through copies in the wider one.
+_CPU_ELEMENTS = 1 << 18
+
+
+def _scale(kept: Tensor, factors: Tensor, out: Tensor) -> None:
+    """out = factors * kept row by row, computed in the wider dtype and rounded once."""
+    rows = kept.size(0)
+    if kept.device.type == "cpu":
+        rows = max(_CPU_ELEMENTS * rows // max(kept.numel(), 1), 1)
+    if kept.size(0):
+        for part in zip(kept.split(rows), factors.split(rows), out.split(rows), strict=True):
+            torch.mul(part[0], part[1], out=part[2])
