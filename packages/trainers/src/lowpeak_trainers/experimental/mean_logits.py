@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.utils.generic import ModelOutput
 
 from lowpeak import fused_lm_head
 from lowpeak.models import FusedForwardHandle
 from lowpeak.models.inspection import Head, backbone_names, read_head
+from lowpeak.models.self_test import Route
 
 
 class HiddenStates:
@@ -45,20 +47,21 @@ class HiddenStates:
 
     def _recorder(self, name: str) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            self._by_name[name] = output.last_hidden_state.detach()
+            if isinstance(output, ModelOutput) and "last_hidden_state" in output:
+                self._by_name[name] = output["last_hidden_state"].detach()
 
         return record
 
 
 @torch.no_grad()
-def mean_logit(
+def mean_logits(
     model: Any,
     handle: FusedForwardHandle,
-    hidden: Tensor,
+    groups: tuple[Tensor, ...],
     tokens: Tensor,
     scratch_bytes: int | None,
-) -> Tensor:
-    """Mean, a scalar, over all positions and the whole vocabulary.
+) -> tuple[Tensor, ...]:
+    """Mean of each group, a scalar, over its positions and the whole vocabulary.
 
     Without a soft cap it is the product of two means, that of the hidden states and that of the
     rows of the head; else the positions go through the head in tiles.
@@ -66,16 +69,33 @@ def mean_logit(
     Args:
         model: the causal LM.
         handle: of its fused forward, which has been called.
-        hidden: [..., H], what its backbone returned.
+        groups: hidden states [..., H] that its backbone returned.
         tokens: any of its labels.
         scratch_bytes: for the tiles.
     """
     route, head = handle.fused.route(model, tokens), read_head(model)
-    hidden = hidden.to(head.weight.device)
+    groups = tuple(group.to(head.weight.device) for group in groups)
     if route.transform is not None and route.transform.softcap is None:
-        mean: Tensor = route.transform.scale * _mean_of_products(hidden, head)
-        return mean
+        scale = route.transform.scale
+        return tuple(scale * mean for mean in _products_of_means(groups, head))
     head.require_whole_weight()
+    return tuple(_by_tiles(route, head, group, scratch_bytes) for group in groups)
+
+
+def _products_of_means(groups: tuple[Tensor, ...], head: Head) -> Iterator[Tensor]:
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)
+    row = _whole(head.weight.mean(0, dtype=dtype))
+    bias = None if head.bias is None else _whole(head.bias.mean(dtype=dtype))
+    for hidden in groups:
+        mean = hidden.mean(tuple(range(hidden.dim() - 1)), dtype=dtype) @ row
+        yield mean if bias is None else mean + bias
+
+
+def _whole(mean: Tensor) -> Tensor:
+    return mean.full_tensor() if isinstance(mean, DTensor) else mean
+
+
+def _by_tiles(route: Route, head: Head, hidden: Tensor, scratch_bytes: int | None) -> Tensor:
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     names = ("log_probs", "mean_logits")
     if route.transform is None:
@@ -96,14 +116,3 @@ def mean_logit(
     assert logits is not None
     average: Tensor = logits.mean()
     return average
-
-
-def _mean_of_products(hidden: Tensor, head: Head) -> Tensor:
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    positions = tuple(range(hidden.dim() - 1))
-    mean: Tensor = hidden.mean(positions, dtype=dtype) @ _whole(head.weight.mean(0, dtype=dtype))
-    return mean if head.bias is None else mean + _whole(head.bias.mean(dtype=dtype))
-
-
-def _whole(mean: Tensor) -> Tensor:
-    return mean.full_tensor() if isinstance(mean, DTensor) else mean

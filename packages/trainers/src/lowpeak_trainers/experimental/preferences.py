@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..padding_free import IGNORE_INDEX
 from .fused_log_probs import FusedLogProbs
-from .mean_logits import HiddenStates, mean_logit
+from .mean_logits import HiddenStates, mean_logits
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,7 @@ class PairsWithoutLogits(FusedLogProbs):
         hidden = recorded.of(handle.fused.route(plain, pairs.labels).backbone_name)
         hidden = hidden[:, : hidden.size(1) - self._positions_left_out]
         scratch = self._memory_config().lm_head_scratch_bytes
-        return tuple(
-            mean_logit(plain, handle, half, pairs.labels, scratch) for half in pairs.halves(hidden)
-        )
+        return mean_logits(plain, handle, pairs.halves(hidden), pairs.labels, scratch)
 
 
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
