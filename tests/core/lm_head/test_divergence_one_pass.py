@@ -1,6 +1,7 @@
 """fused_divergence in one pass: expected gradients, frozen heads, budgets and what they cost."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ from divergence_checks import (
     run,
     upstream_for,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from lm_head_checks import Transform, error, largest
 from lm_head_memory import measure
 from lm_head_tolerances import ALL_DTYPES
@@ -23,6 +26,7 @@ from torch import Tensor
 from lowpeak.lm_head import backward as head_backward
 from lowpeak.lm_head import divergence_one_pass
 from lowpeak.lm_head import tiles as head_tiles
+from lowpeak.lm_head.divergence_plan import override_one_pass
 from lowpeak.lm_head.expectation import expectation_counts, reset_expectations
 
 MiB = 1 << 20
@@ -71,12 +75,13 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("scratch", [None, 1 << 20], ids=["one group", "groups"])
+@pytest.mark.parametrize("plan", [(90, 1000), (32, 384)], ids=["one group", "groups"])
 def test_expected_gradients_are_exact(
-    scratch: int | None, beta: float, dtype: torch.dtype, device: torch.device
+    plan: tuple[int, int], beta: float, dtype: torch.dtype, device: torch.device
 ) -> None:
     pair = make_pair(90, 1000, beta, dtype, device, **EVERYTHING)
-    assert_exact(pair, scratch_bytes=scratch, **expecting(pair))
+    with override_one_pass(*plan):
+        assert_exact(pair, **expecting(pair))
     assert counted() == (1, 0)
 
 
@@ -86,8 +91,9 @@ def test_frozen_heads_need_no_expectation(
     dtype: torch.dtype, beta: float, device: torch.device
 ) -> None:
     pair = make_pair(90, 1000, beta, dtype, device, **EVERYTHING)
-    for scratch in (None, 1 << 20):
-        assert_exact(pair, frozen=("weight", "bias"), scratch_bytes=scratch)
+    for plan in ((90, 1000), (32, 384)):
+        with override_one_pass(*plan):
+            assert_exact(pair, frozen=("weight", "bias"))
     assert counted() == (0, 0)
 
 
@@ -296,7 +302,8 @@ def test_equal_heads_give_exactly_nothing(device: torch.device) -> None:
     for beta in BETAS:
         pair = make_pair(33, 1000, beta, torch.bfloat16, device)
         pair = replace(pair, teacher=pair.student)
-        ours = run(pair, upstream_for(pair), scratch_bytes=1 << 19, **expecting(pair))
+        with override_one_pass(16, 384):
+            ours = run(pair, upstream_for(pair), **expecting(pair))
         assert (ours.divergence == 0).all()
         assert all((gradient == 0).all() for gradient in ours.gradients.values())
 
@@ -307,15 +314,55 @@ def test_float16_groups_of_different_sizes(beta: float, device: torch.device) ->
     pair = make_pair(90, 1000, beta, torch.float16, device, ignored=0.0)
     exponents = torch.linspace(-20, 12, 90, device=device).round()
     upstream = upstream_for(pair).sign() * torch.exp2(exponents)
-    ours, true = (
-        run(pair, upstream, expected_grads=upstream, scratch_bytes=1 << 20),
-        evaluate(pair, upstream),
-    )
+    with override_one_pass(24, 512):
+        ours = run(pair, upstream, expected_grads=upstream)
+    true = evaluate(pair, upstream)
     assert counted() == (1, 0)
     for name, gradient in ours.gradients.items():
         assert error(gradient, true.gradients[name]) <= 2.0**-9 * largest(true.gradients[name])
     small, expected = ours.gradients["hidden"][:20], true.gradients["hidden"][:20]
     assert error(small, expected) <= 2.0**-9 * largest(expected) + 2.0**-24
+
+
+@settings(max_examples=25, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(
+    rows=st.integers(1, 40),
+    vocabulary=st.sampled_from([1, 17, 300]),
+    beta=st.sampled_from(BETAS),
+    dtype=st.sampled_from(ALL_DTYPES),
+    frozen=st.sampled_from([(), ("hidden",), ("bias",), ("weight", "bias")]),
+    ignored=st.sampled_from([0.0, 0.4]),
+    plan=st.sampled_from([(7, 128), (40, 300), None]),
+    kind=st.sampled_from(["right", "scaled", "zeros", "noisy", "wrong"]),
+    row_selection=st.sampled_from(["valid", "all"]),
+    seed=st.integers(0, 99),
+)
+def test_any_expectation_is_exact(
+    rows: int,
+    vocabulary: int,
+    beta: float,
+    dtype: torch.dtype,
+    frozen: tuple[str, ...],
+    ignored: float,
+    plan: tuple[int, int] | None,
+    kind: str,
+    row_selection: str,
+    seed: int,
+) -> None:
+    reset_expectations()
+    pair = make_pair(rows, vocabulary, beta, dtype, ignored=ignored, seed=seed)
+    upstream = upstream_for(pair, seed)
+    if kind == "zeros":
+        upstream[::3] = 0.0
+    wrong = {
+        "scaled": upstream * -7e-9,
+        "noisy": upstream + 1e-3 * upstream_for(pair, seed + 1),
+        "wrong": upstream_for(pair, seed + 1),
+    }
+    options = {"expected_grads": wrong.get(kind, upstream), "row_selection": row_selection}
+    with override_one_pass(*plan) if plan else nullcontext():
+        assert_exact(pair, upstream=upstream, frozen=frozen, **options)
 
 
 def test_errors_name_the_argument(device: torch.device) -> None:

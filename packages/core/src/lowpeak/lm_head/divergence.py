@@ -106,7 +106,7 @@ def fused_divergence(
         scratch_bytes: as for `fused_lm_head`, for the tiles of both heads together, casts of whole
             weights and the float32 sum (4 V Hs bytes) of a half-precision weight's expected
             gradient. None is a default by device type, those casts and that sum on top: on
-            accelerators 1280 MiB where a few tokens are held with all their logits, 128 MiB where
+            accelerators 1280 MiB where a few tokens are held with all their logits, 512 MiB where
             not.
         backend: "triton", "torch" or "auto".
 

@@ -16,6 +16,7 @@ from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.logit_transform import transform_slope_torch, transform_tile_torch
 from .backward import HeadGradients
+from .divergence_passes import wide_scratch_bytes
 from .planner import TileCost
 from .statistics import power_of_two
 from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost, use_triton
@@ -38,6 +39,7 @@ def run_buckets_forward(
     """
     inputs = _with_bias(inputs)
     rows, device, dtype = inputs.hidden.size(0), inputs.hidden.device, inputs.statistics_dtype
+    scratch_bytes = wide_scratch_bytes(scratch_bytes, device.type)
     table = torch.full(ids.shape, _INFINITE, dtype=dtype, device=device)
     sums = RowStatistics.empty(rows, _FOLDED, dtype, device)
     if rows:
@@ -80,6 +82,7 @@ def run_buckets_backward(
     if ids.size(0) == 0:
         return gradients.zeros()
     triton = use_triton(backend, inputs)
+    scratch_bytes = wide_scratch_bytes(scratch_bytes, ids.device.type)
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     walk = gradients.plan(triton, scratch_bytes, _table_cost(ids))
     buffer = walk.gradient_buffer()

@@ -18,12 +18,25 @@ from ..kernels.divergence_fold import (
 from ..kernels.divergence_gradient import divergence_gradient_torch, divergence_gradient_triton
 from ..kernels.divergence_mixture import PairNormalizers, mixture_tile_torch, mixture_tile_triton
 from .backward import HeadGradients
-from .planner import TileCost
+from .planner import TileCost, default_scratch_bytes
 from .statistics import power_of_two
 from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost, use_triton
 
 ROW_NAMES = ("student_centre", "student_log_sum", "teacher_centre", "teacher_log_sum", "mean")
 RESULT_NAMES = ("divergence", "student_entropy", *ROW_NAMES)
+
+
+# Float32 logits of two heads take four times the bytes of one head's in half precision, and tiles
+# of fewer logits would be launched more slowly than they run.
+_WIDE_TILES_ACCELERATOR = 4
+
+
+def wide_scratch_bytes(scratch_bytes: int | None, device_type: str) -> int:
+    """`scratch_bytes`, or the default for float32 tiles of half-precision heads."""
+    if scratch_bytes is not None:
+        return scratch_bytes
+    factor = 1 if device_type == "cpu" else _WIDE_TILES_ACCELERATOR
+    return factor * default_scratch_bytes(device_type)
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,7 @@ def run_divergence_forward(
     """
     student = pair.student
     rows, device = student.hidden.size(0), student.hidden.device
+    scratch_bytes = wide_scratch_bytes(scratch_bytes, device.type)
     statistics = PairStatistics.empty(rows, pair.statistics_dtype, device)
     walk = None
     if rows:
@@ -223,6 +237,7 @@ def run_divergence_backward(
     if student.hidden.size(0) == 0:
         return gradients.zeros()
     triton = pair.use_triton(backend)
+    scratch_bytes = wide_scratch_bytes(scratch_bytes, student.hidden.device.type)
     gradient_of = divergence_gradient_triton if triton else divergence_gradient_torch
     walk = _PairWalk(pair, gradients.plan(triton, scratch_bytes, pair.teacher_cost(triton)))
     buffer = walk.student.gradient_buffer()

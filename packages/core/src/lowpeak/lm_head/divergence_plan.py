@@ -28,8 +28,9 @@ _FEWEST_ROWS_ACCELERATOR_WEIGHT = 384
 # Products of fewer columns keep no matrix unit busy.
 _NARROWEST = {"cpu": 512}
 _NARROWEST_ACCELERATOR = 4096
-# A block's logits of both heads should be read back from the cache that the products left them in.
-_BLOCK_LOGITS = 1 << 22
+# Large enough that launching a block's kernels from Python takes less time than running them.
+_BLOCK_LOGITS = {"cpu": 1 << 22}
+_BLOCK_LOGITS_ACCELERATOR = 1 << 25
 _COLUMN_STEP = 128
 _ROW_STEPS = (128, 16)
 
@@ -86,7 +87,8 @@ def one_pass_plan(
     rows = _even(total, rows)
     # float32 gradients overwrite the logits: then a block costs nothing
     wider = (left - rows * per_row) // max(rows * per_logit + per_column, 1)
-    wider = max(columns, min(wider, _BLOCK_LOGITS // rows) // _COLUMN_STEP * _COLUMN_STEP)
+    most = _BLOCK_LOGITS.get(device, _BLOCK_LOGITS_ACCELERATOR) // rows
+    wider = max(columns, min(wider, most) // _COLUMN_STEP * _COLUMN_STEP)
     return OnePassPlan(rows, min(vocabulary, wider))
 
 

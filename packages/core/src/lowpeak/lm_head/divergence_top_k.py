@@ -68,7 +68,7 @@ def fused_top_k_divergence(
         student_bias: [V], added to the logits in float32; -inf masks a token.
         student_transform: scale, soft cap and temperature of the student's logits.
         row_selection: as for `fused_lm_head`.
-        scratch_bytes: as for `fused_lm_head`.
+        scratch_bytes: as for `fused_lm_head`; None is 512 MiB on accelerators.
         backend: "triton", "torch" or "auto".
 
     Returns:

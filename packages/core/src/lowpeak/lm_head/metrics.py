@@ -12,11 +12,11 @@ from ..kernels.logit_transform import transform_tile_torch
 from .checks import check_head, check_options, check_targets
 from .divergence import Head
 from .divergence_checks import check_mask
+from .divergence_passes import wide_scratch_bytes
 from .divergence_rows import given, select_divergence_rows
 from .divergence_top_k import TopKLogProbs
 from .gemm import product_into
 from .metrics_pass import MetricsPass, RowMetrics
-from .planner import default_scratch_bytes
 from .rows import gathered, select_rows
 from .tiles import HeadInputs, slice_or_none
 from .transform import LogitTransform
@@ -80,7 +80,7 @@ def lm_head_metrics(
         bias: [V], added to the logits in float32; -inf masks a token.
         transform: scale, soft cap and temperature.
         ignore_index: rows with this target cost nothing.
-        scratch_bytes: as for `fused_lm_head`.
+        scratch_bytes: as for `fused_lm_head`; None is 512 MiB on accelerators.
 
     Raises:
         IndexError: a target is neither `ignore_index` nor in [0, V), or a candidate not in [0, V).
@@ -143,7 +143,7 @@ def top_k_log_probs(
         transform: scale, soft cap and temperature.
         mask: [...] bool or integer; rows where it is 0 cost nothing: ids -1, log-probabilities and
             tail 0. None: all count.
-        scratch_bytes: as for `fused_lm_head`.
+        scratch_bytes: as for `lm_head_metrics`.
 
     Returns:
         TopKLogProbs in falling order; float32 (float64 for float64 inputs).
@@ -197,7 +197,7 @@ def logit_tiles(
     check_head("", hidden, weight, bias, transform)
     check_options("valid", scratch_bytes, "auto")
     inputs = Head.of(hidden, weight, bias, transform, weight.size(0)).inputs.selected(None)
-    budget = scratch_bytes or default_scratch_bytes(hidden.device.type)
+    budget = wide_scratch_bytes(scratch_bytes, hidden.device.type)
     rows = max(1, budget // (2 * inputs.statistics_dtype.itemsize * weight.size(0)))
     return _tiles(inputs, rows)
 

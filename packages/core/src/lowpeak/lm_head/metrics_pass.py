@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.logit_transform import transform_tile_torch
+from .divergence_passes import wide_scratch_bytes
 from .planner import TileCost
 from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost
 
@@ -89,6 +90,7 @@ class MetricsPass:
         if inputs.hidden.size(0):
             cost = tile_cost(inputs, False, False, False)
             cost += TileCost(0, 0, _BYTES_PER_ENTRY * (asked + top_k))
+            scratch_bytes = wide_scratch_bytes(scratch_bytes, inputs.hidden.device.type)
             self._walk = TileWalk(inputs, head_plan(inputs, "forward", cost, scratch_bytes))
 
     def _tiles(self) -> Iterator[_Tile]:
