@@ -32,7 +32,7 @@ CHUNKS = TilePlan(16, 1)
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("names", [
     ("log_probs",), ("mean_logits",), ("log_probs", "mean_logits"), ("log_probs", "entropy"),
-    ("log_normalizer",),
+    ("log_normalizer",), ("log_probs", "log_normalizer", "mean_logits"),
 ], ids="+".join)  # fmt: skip
 def test_gradients_of_hidden(
     names: tuple[str, ...], dtype: torch.dtype, transform: str, device: torch.device
@@ -52,7 +52,7 @@ def test_temperature_of_each_row(dtype: torch.dtype, device: torch.device) -> No
     temperature = torch.linspace(0.5, 2.0, 40, device=device)
     case = make_case(40, 127, 20, dtype, device, transform=Transform(temperature=temperature))
     with override(plan_frozen=CHUNKS):
-        upstream = upstream_for(case, ("log_probs", "mean_logits"))
+        upstream = upstream_for(case, ("log_probs", "mean_logits", "log_normalizer"))
         assert_exact(case, upstream=upstream, frozen=FROZEN)
 
 

@@ -49,6 +49,17 @@ def test_products_of_a_step(
     assert products(monkeypatch, case, upstream, frozen, expected_grads=upstream) == expected
 
 
+def test_frozen_weight_with_gradients_of_log_normalizer(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """One product gives both gradients of hidden, that of mean_logits is of rank one."""
+    case = case_for(device)
+    upstream = upstream_for(case, ("log_probs", "log_normalizer"))
+    assert products(monkeypatch, case, upstream, ("weight",)) == 4
+    with_mean = upstream_for(case, ("log_probs", "mean_logits"))
+    assert products(monkeypatch, case, with_mean, ("weight",)) == 4 + 2 / ROWS
+
+
 def test_frozen_weight_with_gradients_of_entropy(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:

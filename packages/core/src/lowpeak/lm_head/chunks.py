@@ -17,13 +17,15 @@ class Keep(NamedTuple):
     """Which gradients the forward makes and keeps until the backward, and in which phase.
 
     `weight`: the dtype of the weight's, None for none. The phase is "expected", "frozen", or ""
-    where nothing is kept.
+    where nothing is kept. `normalizer`: in the phase "frozen", that of log_normalizer in hidden
+    too.
     """
 
     phase: str = ""
     hidden: bool = False
     weight: torch.dtype | None = None
     bias: bool = False
+    normalizer: bool = False
 
     @property
     def flags(self) -> tuple[bool, bool, bool]:
@@ -76,13 +78,13 @@ class Keep(NamedTuple):
             # temporaries of the torch twins: at most five of the statistics' dtype and two masks
             per_logit += 5 * statistics + 2
         per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
-        per_row = 0
+        per_row = 4 * statistics * width if self.normalizer else 0
         if scratch_bytes is not None:
             per_column += accumulator_bytes(self.weight, inputs.weight) // inputs.weight.size(0)
         half = inputs.compute_dtype in HALF_DTYPES
         if half and not expects_wide_output(inputs.hidden.device, inputs.compute_dtype):
             kept = self.hidden_dtype(inputs.hidden.dtype, inputs.compute_dtype)
-            if self.hidden and kept != inputs.compute_dtype:
+            if self.hidden and (self.normalizer or kept != inputs.compute_dtype):
                 per_column += statistics * width
             per_row += statistics * width
             per_logit += statistics if triton else 0
@@ -112,7 +114,7 @@ def choose_keep(
     keep = Keep("expected", hidden, inputs.statistics_dtype if weight else None, bias)
     if expected and _believed("fused_lm_head") and keep.fits(inputs, triton, scratch_bytes):
         return keep
-    keep = Keep("frozen", hidden=True)
+    keep = Keep("frozen", hidden=True, normalizer="log_normalizer" in names)
     if weight or bias or "log_probs" not in names or not _believed(FROZEN):
         return Keep()
     return keep if keep.fits(inputs, triton, scratch_bytes) else Keep()

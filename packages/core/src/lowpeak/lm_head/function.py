@@ -83,7 +83,7 @@ class FusedLMHead(torch.autograd.Function):
         results, kept = results[: len(names)], results[len(names) :]
         by_name = dict(zip(names, results, strict=True))
         saved = [by_name.get(name) for name in SAVED_NAMES]
-        if call.keep.phase == "frozen" and set(names) <= _never_recomputed(call.softcap):
+        if call.keep.phase == "frozen" and set(names) <= _never_recomputed(call):
             ctx.save_for_backward(None, *tensors[1:], *saved, expected, *kept)
         else:
             ctx.save_for_backward(*tensors, *saved, expected, *kept)
@@ -109,14 +109,16 @@ class FusedLMHead(torch.autograd.Function):
             gradients = lm_head_expected_backward(
                 *tensors, saved, ordered, expected, call.keep.flags, kept, *rest
             )
-        elif call.keep.phase == "frozen" and _serves(arriving, call.softcap):
+        elif call.keep.phase == "frozen" and _serves(arriving, call):
             unit = kept[0]
             if torch.is_grad_enabled():  # so that a second differentiation comes upon the refusal
                 unit = unit.detach().requires_grad_()
             gradients = lm_head_unit_backward(
                 unit,
+                kept[1] if call.keep.normalizer else None,
                 *tensors[1:],
                 given.get("log_probs"),
+                given.get("log_normalizer"),
                 given.get("mean_logits"),
                 call.scale,
                 call.temperature,
@@ -130,22 +132,27 @@ class FusedLMHead(torch.autograd.Function):
         return (*(next(remaining) if need else None for need in needs), *(None,) * 5)
 
 
-def unit_names(softcap: float) -> set[str]:
-    """The outputs whose gradient in hidden follows from that of log_probs without the logits."""
-    return {"log_probs"} if softcap else {"log_probs", "mean_logits"}
+def unit_names(call: HeadCall) -> set[str]:
+    """The outputs whose gradients in hidden follow from what a frozen head keeps."""
+    names = {"log_probs"}
+    if not call.softcap:
+        names.add("mean_logits")
+    if call.keep.normalizer:
+        names.add("log_normalizer")
+    return names
 
 
-def _serves(arriving: set[str], softcap: float) -> bool:
+def _serves(arriving: set[str], call: HeadCall) -> bool:
     """Whether the kept gradient of log_probs serves the upstream gradients; counted."""
-    serves = arriving <= unit_names(softcap)
+    serves = arriving <= unit_names(call)
     if not torch.compiler.is_compiling():
         expectation_counter(FROZEN).record(serves)
     return serves
 
 
-def _never_recomputed(softcap: float) -> set[str]:
+def _never_recomputed(call: HeadCall) -> set[str]:
     """Results that cannot make a backward recompute what the forward kept for log_probs."""
-    return unit_names(softcap) | {"centre", "sum_exp", "is_top1"}
+    return unit_names(call) | {"centre", "sum_exp", "is_top1"}
 
 
 def _listed(expected: Tensor | None, names: tuple[str, ...]) -> list[Tensor | None]:

@@ -46,8 +46,9 @@ def fused_lm_head(
 
     Where only `hidden` needs a gradient (a frozen head, as under LoRA), the forward keeps
     d log_prob / d hidden of each row, N H numbers in the dtype of `hidden` (float32 where the
-    products are in another), and the backward scales the rows: 4 N V H in all. A gradient of
-    entropy, log_sum_sq_probs or log_normalizer takes the recompute: 8, or with `expected_grads` 4.
+    products are in another; twice that with log_normalizer among the outputs), and the backward
+    scales the rows: 4 N V H in all. A gradient of entropy or log_sum_sq_probs takes the recompute,
+    as does one of mean_logits under a soft cap: 8, or with `expected_grads` 4.
     After three backwards in a row that had one, nothing is kept any more (6), until
     `reset_expectations()`.
 

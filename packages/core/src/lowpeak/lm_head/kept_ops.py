@@ -19,11 +19,13 @@ from .tiles import HeadInputs
 @torch.library.custom_op("lowpeak::lm_head_unit_backward", mutates_args=())
 def lm_head_unit_backward(
     unit: Tensor,
+    normalizer: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
     log_probs: Tensor | None,
+    log_normalizer: Tensor | None,
     mean_logits: Tensor | None,
     scale: float,
     temperature: float,
@@ -31,36 +33,47 @@ def lm_head_unit_backward(
     hidden_dtype: torch.dtype,
     ignore_index: int | None,
 ) -> list[Tensor]:
-    """Gradient of hidden [N, H] from `unit`, d log_prob / d hidden of each row.
+    """Gradient of hidden [N, H] from `unit`, d log_prob / d hidden of each row, and `normalizer`,
+    d log_normalizer / d hidden.
 
-    `log_probs` and `mean_logits` [N] are upstream gradients. The mean of the logits has the same
-    gradient in every row, but for the transform's slope, which must not depend on the logit.
+    `log_probs`, `log_normalizer` and `mean_logits` [N] are upstream gradients. The mean of the
+    logits has the same gradient in every row, but for the transform's slope, which must not depend
+    on the logit.
     """
     statistics = torch.promote_types(compute_dtype, torch.float32)
-    gradient = torch.empty(unit.shape, dtype=hidden_dtype, device=unit.device)
-    if log_probs is None:
-        gradient.zero_()
-    else:
-        _scale(unit, _column(log_probs, targets, ignore_index, statistics), gradient)
+    parts = [
+        (kept, _column(upstream, targets, ignore_index, statistics))
+        for kept, upstream in ((unit, log_probs), (normalizer, log_normalizer))
+        if kept is not None and upstream is not None
+    ]
     if mean_logits is not None:
         transform = TileTransform(scale, 0.0, temperature)
         inputs = HeadInputs(unit, weight, bias, temperature_rows, transform, compute_dtype)
         slope = inputs.slope
-        if isinstance(slope, Tensor):
-            slope = slope.unsqueeze(1)
-        rows = _column(mean_logits, targets, ignore_index, statistics) * slope
-        gradient.add_(rows * mean_weight(inputs))
+        rows = _column(mean_logits, targets, ignore_index, statistics)
+        rows = rows * (slope.unsqueeze(1) if isinstance(slope, Tensor) else slope)
+        parts.append((mean_weight(inputs).expand(unit.shape), rows))
+    gradient = torch.empty(unit.shape, dtype=hidden_dtype, device=unit.device)
+    if len(parts) == 1:
+        _scale(*parts[0], gradient)
+    else:
+        total = torch.zeros(unit.shape, dtype=statistics, device=unit.device)
+        for kept, rows in parts:
+            total.addcmul_(kept.to(statistics), rows)
+        gradient.copy_(total)
     return [gradient]
 
 
 @lm_head_unit_backward.register_fake
 def _(
     unit: Tensor,
+    normalizer: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
     log_probs: Tensor | None,
+    log_normalizer: Tensor | None,
     mean_logits: Tensor | None,
     scale: float,
     temperature: float,
@@ -202,5 +215,5 @@ def _scale(kept: Tensor, factors: Tensor, out: Tensor) -> None:
     if kept.device.type == "cpu":
         rows = max(_CPU_ELEMENTS * rows // max(kept.numel(), 1), 1)
     if kept.size(0):
-        for part in zip(kept.split(rows), factors.split(rows), out.split(rows), strict=True):
+        for part in zip(*(torch.split(x, rows) for x in (kept, factors, out)), strict=True):
             torch.mul(part[0], part[1], out=part[2])

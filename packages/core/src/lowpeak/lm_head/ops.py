@@ -52,6 +52,7 @@ def lm_head_forward(
     keep_hidden: bool,
     keep_weight: torch.dtype | None,
     keep_bias: bool,
+    keep_normalizer: bool,
     expected: Sequence[Tensor | None],
     active: int | None,
     scratch_bytes: int | None,
@@ -61,18 +62,19 @@ def lm_head_forward(
 
     Then the gradients of hidden, weight and bias that are to be kept: for the `expected` upstream
     gradients [N] of DIFFERENTIABLE_NAMES, zero but for the first `active` rows; or, where the list
-    is empty, the gradient of hidden for log_probs gradients of 1.
+    is empty, the gradients of hidden for log_probs gradients of 1 and, with `keep_normalizer`, for
+    log_normalizer gradients of 1.
     """
     transform = TileTransform(scale, softcap, temperature)
     inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
     rows = HeadRows.of(inputs, targets, _named(expected, compute_dtype), ignore_index, active)
     names = result_names(outputs)
-    keep = Keep(phase, keep_hidden, keep_weight, keep_bias)
+    keep = Keep(phase, keep_hidden, keep_weight, keep_bias, keep_normalizer)
     with torch.autocast(hidden.device.type, enabled=False):
         results, kept = run_head(rows, names, keep, scratch_bytes, backend)
     total = hidden.size(0)
-    if keep_hidden:
-        kept[0] = scattered(kept[0], rows.active_places, total)
+    for place in range(keep_hidden + keep_normalizer):
+        kept[place] = scattered(kept[place], rows.active_places, total)
     return [*(scattered(results[name], rows.places, total) for name in names), *kept]
 
 
@@ -93,6 +95,7 @@ def _(
     keep_hidden: bool,
     keep_weight: torch.dtype | None,
     keep_bias: bool,
+    keep_normalizer: bool,
     expected: Sequence[Tensor | None],
     active: int | None,
     scratch_bytes: int | None,
@@ -107,7 +110,7 @@ def _(
     vocabulary, width = weight.shape
     if keep_hidden:
         kind = Keep().hidden_dtype(hidden.dtype, compute_dtype)
-        results.append(hidden.new_empty(height, width, dtype=kind))
+        results += [hidden.new_empty(height, width, dtype=kind) for _ in range(1 + keep_normalizer)]
     if keep_weight is not None:
         results.append(hidden.new_empty(vocabulary, width, dtype=keep_weight))
     if keep_bias:

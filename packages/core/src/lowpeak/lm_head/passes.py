@@ -84,7 +84,7 @@ def run_head(
         return results, _zeros(inputs, keep)
     source: TargetSource | ExpectedSource
     if not expected:
-        source = TargetSource.unit(inputs, rows.active, backend)
+        source = TargetSource.unit(inputs, rows.active, keep.normalizer, backend)
     elif tuple(expected) == ("log_probs",) and inputs.compute_dtype != torch.float16:
         source = TargetSource(inputs, expected["log_probs"], None, backend)
     else:
@@ -104,7 +104,7 @@ def _zeros(inputs: HeadInputs, keep: Keep) -> list[Tensor]:
     dtype = keep.hidden_dtype(inputs.hidden.dtype, inputs.compute_dtype)
     kept = []
     if keep.hidden:
-        kept.append(inputs.hidden.new_zeros(0, width, dtype=dtype))
+        kept += [inputs.hidden.new_zeros(0, width, dtype=dtype) for _ in range(1 + keep.normalizer)]
     if keep.weight is not None:
         kept.append(inputs.weight.new_zeros(vocabulary, width, dtype=keep.weight))
     if keep.bias:

@@ -20,6 +20,7 @@ from ..kernels.lm_head_target import target_coefficients_torch, target_coefficie
 from .chunks import Keep
 from .forward import empty_statistics, fold_tiles, folded_for
 from .gemm import add_product, product_into
+from .normalizer import NormalizerGradients
 from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
 from .tiles import HeadInputs, TileWalk, use_triton
 
@@ -38,10 +39,21 @@ class CoefficientSource(Protocol):
 
 
 class TargetSource:
-    """Only log_probs has a gradient, `target` [N], known beforehand."""
+    """Only log_probs has a gradient, `target` [N], known beforehand.
 
-    def __init__(self, inputs: HeadInputs, target: Tensor, power: Tensor | None, backend: str):
+    `apart`: the target's own logit is left out.
+    """
+
+    def __init__(
+        self,
+        inputs: HeadInputs,
+        target: Tensor,
+        power: Tensor | None,
+        backend: str,
+        apart: bool = False,
+    ) -> None:
         self._power = power
+        self._apart = apart
         triton = use_triton(backend, inputs)
         self._fill = target_coefficients_triton if triton else target_coefficients_torch
         zeros = torch.zeros_like(target)
@@ -58,7 +70,7 @@ class TargetSource:
         )
 
     @classmethod
-    def unit(cls, inputs: HeadInputs, rows: int, backend: str) -> TargetSource:
+    def unit(cls, inputs: HeadInputs, rows: int, apart: bool, backend: str) -> TargetSource:
         """A gradient of 1 for every row."""
         power = None
         dtype, device = inputs.statistics_dtype, inputs.hidden.device
@@ -66,13 +78,15 @@ class TargetSource:
         if inputs.compute_dtype == torch.float16:
             power = power_of_two((target * inputs.slope).abs().amax())
             target = target / power
-        return cls(inputs, target, power, backend)
+        return cls(inputs, target, power, backend, apart)
 
     def __call__(
         self, sums: RowStatistics, first: int, last: int
     ) -> tuple[RowCoefficients, Tensor | None]:
         rows = self._rows.rows(first, last)
         self._fill(sums, rows)
+        if self._apart:
+            rows.target_rest.zero_()
         return rows, self._power
 
 
@@ -138,7 +152,11 @@ def _make_gradients(
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     walk = TileWalk(inputs, keep.plan(inputs, triton, scratch_bytes))
     buffer = walk.gradient_buffer()
-    gradients = ChunkGradients(inputs, keep)
+    gradients: ChunkGradients | NormalizerGradients
+    if keep.normalizer:
+        gradients = NormalizerGradients(inputs, keep, targets, sums)
+    else:
+        gradients = ChunkGradients(inputs, keep)
     for _, _, weight in walk.vocabulary_blocks():  # a single one
         for first, last in walk.row_blocks():
             part = sums.rows(first, last)
