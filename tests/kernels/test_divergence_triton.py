@@ -9,6 +9,7 @@ from lm_head_checks import Transform, error, largest
 from sync_debug import synchronisations
 
 from lowpeak import LogitTransform, TopKLogProbs, fused_top_k_divergence
+from lowpeak.lm_head import expectation_counts, reset_expectations
 
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
 
@@ -124,14 +125,37 @@ def test_realistic_shape(beta: float, backend: str, device: torch.device) -> Non
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_one_pass_of_a_realistic_shape(
+    beta: float, frozen: tuple[str, ...], device: torch.device
+) -> None:
+    """Several groups of tokens: 512 MiB hold 2048 x 32003 logits of both heads, 320 not."""
+    pair = make_pair(2048, 32003, beta, torch.bfloat16, device, width=256, teacher_width=512,
+                     student_transform=Transform(softcap=30.0, temperature=0.8))  # fmt: skip
+    upstream = upstream_for(pair)
+    reset_expectations()
+    for scratch in (320 << 20, 640 << 20):
+        assert_exact(
+            pair, upstream=upstream, frozen=frozen, expected_grads=upstream, scratch_bytes=scratch
+        )
+    counts = expectation_counts()["fused_divergence"]
+    assert (counts.held, counts.missed) == (0 if frozen else 2, 0)
+
+
+@pytest.mark.cuda
 def test_rows_synchronise_once_or_never(device: torch.device) -> None:
     pair = make_pair(64, 500, 0.5, torch.float16, device)
     upstream = upstream_for(pair)
     run(pair, upstream)
     run(pair, upstream, row_selection="all")
     torch.cuda.synchronize()
+    frozen = ("weight", "bias")
+    run(pair, upstream, frozen, row_selection="all")
+    torch.cuda.synchronize()
     with synchronisations("error"):
         run(pair, upstream, row_selection="all", mask=pair.mask)
+        run(pair, upstream, frozen, row_selection="all", mask=pair.mask)
     with pytest.warns(UserWarning, match="synchroniz") as caught, synchronisations("warn"):
         run(pair, upstream, mask=pair.mask)
     assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1

@@ -80,7 +80,7 @@ def fused_divergence(
     with a frozen head, is made in the forward, up to a factor per token, from a few tokens with all
     their logits at a time: 6 N V H operations. So are all gradients with `expected_grads`: 8 N V H.
     Otherwise, and where `scratch_bytes` holds too few tokens for that, the forward makes the values
-    (4 N V H; a mixture 8) and the backward recomputes both heads' logits (8 N V H).
+    (4 N V H, of a mixture in small scratch 8) and the backward recomputes all logits (8 N V H).
 
     Args:
         student_hidden: [..., Hs], float64, float32, bfloat16 or float16, any strides.
