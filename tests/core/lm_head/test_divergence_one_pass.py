@@ -175,6 +175,15 @@ def test_rounding_of_the_expectation_is_no_miss(device: torch.device) -> None:
     assert counted() == (2, 0)
 
 
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_expectations_of_a_wide_head(narrow: torch.dtype, device: torch.device) -> None:
+    """`mask.float()` tells a float64 loss exactly what a mean will be."""
+    pair = make_pair(20, 130, 0.5, torch.float64, device)
+    upstream = pair.mask.double() / 7
+    assert_exact(pair, upstream=upstream, expected_grads=pair.mask.to(narrow))
+    assert counted() == (1, 0)
+
+
 def test_three_misses_end_the_attempts(operations: list[int], device: torch.device) -> None:
     pair = make_pair(32, 256, 0.0, device=device, width=16, teacher_width=16, ignored=0.0)
     upstream = upstream_for(pair)

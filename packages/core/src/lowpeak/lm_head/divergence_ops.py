@@ -68,7 +68,9 @@ def divergence_forward(
     gradients: list[Tensor] = []
     with torch.autocast(hidden.device.type, enabled=False):
         if one_pass:
-            weights = None if expected is None else gathered(expected, rows)
+            weights = None
+            if expected is not None:  # the gradient kernels compute in their dtype
+                weights = gathered(expected, rows).to(pair.statistics_dtype).contiguous()
             wanted = (needs[0], needs[1], needs[2])
             results, gradients = run_one_pass(
                 pair, OnePassPlan(*one_pass), weights, active, wanted, backend
