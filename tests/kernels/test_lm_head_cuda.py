@@ -1,6 +1,7 @@
 """What only a GPU shows: 64-bit offsets, wide grids, CUDA graphs, synchronisations, streams."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -85,20 +86,26 @@ def test_realistic_shape(backend: str, dtype: torch.dtype, device: torch.device)
     assert_exact(case, backend=backend, scratch_bytes=1 << 25)
 
 
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["trained", "frozen"])
 @pytest.mark.parametrize("outputs", [("log_probs",), OUTPUTS], ids=["log_probs", "all"])
-def test_cuda_graph_of_forward_and_backward(outputs: tuple[str, ...], device: torch.device) -> None:
+def test_cuda_graph_of_forward_and_backward(
+    outputs: tuple[str, ...], frozen: tuple[str, ...], device: torch.device
+) -> None:
     """row_selection="all" is captured once and replayed with other data."""
     case = make_case(64, 5000, 64, torch.bfloat16, device)
-    leaves = case.leaves()
+    leaves = case.leaves(frozen)
     upstream = upstream_for(case, outputs)
 
     def step() -> list[torch.Tensor]:
         # New leaves on the same memory: a leaf keeps the stream of its first backward, and the
         # ones of warm-up, capture and comparison are three.
-        views = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+        views = {
+            name: leaf.detach().requires_grad_(leaf.requires_grad) for name, leaf in leaves.items()
+        }
         result = call(case, views, outputs, row_selection="all")
         values = [getattr(result, name) for name in upstream]
-        gradients = torch.autograd.grad(values, list(views.values()), list(upstream.values()))
+        wanted = [view for view in views.values() if view.requires_grad]
+        gradients = torch.autograd.grad(values, wanted, list(upstream.values()))
         return [*(getattr(result, name).detach() for name in outputs), *gradients]
 
     # As the recipe for CUDA graphs in PyTorch's notes: warm-up on a side stream, then capture.
@@ -136,19 +143,26 @@ def test_all_rows_never_synchronise(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
-def test_valid_rows_synchronise_once(ignored: float, device: torch.device) -> None:
-    """Index checks and row selection share one synchronisation; the backward has none."""
+@pytest.mark.parametrize("way", ["plain", "frozen", "expected"])
+def test_synchronisations_of_valid_rows(way: str, ignored: float, device: torch.device) -> None:
+    """Index checks and row selection share one. The backward has one where it looks for rows
+    without a gradient, or whether the expectation held, and none with a frozen weight."""
     temperature = torch.full((64,), 0.9, device=device)
     transform = Transform(temperature=temperature)
     case = make_case(64, 500, 64, torch.float16, device, ignored=ignored, transform=transform)
-    leaves, upstream = case.leaves(), upstream_for(case)
-    backward(call(case, leaves, OUTPUTS), upstream)
+    names = ("log_probs", "mean_logits") if way == "frozen" else DIFFERENTIABLE
+    leaves = case.leaves(("weight", "bias") if way == "frozen" else ())
+    upstream = upstream_for(case, names)
+    options = {"expected_grads": upstream} if way == "expected" else {}
+    backward(call(case, leaves, OUTPUTS, **options), upstream)
     torch.cuda.synchronize()
-    with synchronisations("warn"), pytest.warns(UserWarning, match="synchroniz") as caught:
-        result = call(case, leaves, OUTPUTS)
-    with synchronisations("error"):
+    with synchronisations("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call(case, leaves, OUTPUTS, **options)
+        forward = sum("synchroniz" in str(w.message) for w in caught)
         backward(result, upstream)
-    assert len([w for w in caught if "synchroniz" in str(w.message)]) == 1
+        both = sum("synchroniz" in str(w.message) for w in caught)
+    assert (forward, both) == (1, 1 if way == "frozen" else 2)
 
 
 def test_deterministic_algorithms_are_available(device: torch.device) -> None:
