@@ -8,8 +8,9 @@ import random
 import parity
 import tiny
 from peft import LoraConfig
+from tokenizers import decoders
 
-METHODS = ("ORPO", "CPO", "GKD", "TPO", "OnlineDPO", "A2PO", "GMPO")
+METHODS = ("ORPO", "CPO", "GKD", "GOLD", "TPO", "OnlineDPO", "A2PO", "GMPO")
 # Completions are generated, and replayed in the second run.
 ONLINE = ("OnlineDPO", "A2PO", "GMPO")
 PAIRS = [(4, 6, 3), (7, 2, 9), (3, 11, 5), (9, 4, 4), (5, 8, 8), (6, 3, 12)] * 4
@@ -18,6 +19,7 @@ OPTIONS = {
     "ORPO": {"remove_unused_columns": False, "max_length": 64},
     "CPO": {"remove_unused_columns": False, "max_length": 64},
     "GKD": {"max_length": 64, "max_new_tokens": 6, "lmbda": 0.0},
+    "GOLD": {"max_length": 64, "max_completion_length": 6, "lmbda": 0.0},
     "TPO": {},
     "OnlineDPO": {"max_new_tokens": 8, "max_length": 64},
     "A2PO": {"max_completion_length": 8, "num_value_samples": 2, "beta2": 0.1},
@@ -75,9 +77,18 @@ def keywords(method):
     if method in ONLINE:
         rewards = reward if method == "A2PO" else graded
         return {"train_dataset": tiny.prompts(PROMPTS), "reward_funcs": rewards}
-    data = {"GKD": chats, "TPO": triples}.get(method, tiny.preferences)
-    further = {"teacher_model": teacher()} if method == "GKD" else {}
+    data = {"GKD": chats, "GOLD": chats, "TPO": triples}.get(method, tiny.preferences)
+    further = {"teacher_model": teacher()} if method in ("GKD", "GOLD") else {}
     return {"train_dataset": data(PAIRS), "eval_dataset": data(PAIRS[:5]), **further}
+
+
+def tokenizer_of(method):
+    tokenizer = tiny.tokenizer()
+    if method == "A2PO":
+        tokenizer.padding_side = "left"
+    if method == "GOLD":  # which takes tokenizers on bytes only, and tells them by this
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def build(package, method, folder, *, model=None, lora=None, further=None, **options):
@@ -90,14 +101,11 @@ def build(package, method, folder, *, model=None, lora=None, further=None, **opt
     adapter = {}
     if lora is not None:
         adapter["peft_config"] = LoraConfig(r=4, init_lora_weights=False, **lora)
-    tokenizer = tiny.tokenizer()
-    if method == "A2PO":
-        tokenizer.padding_side = "left"
     home = module(package, method)
     return getattr(home, f"{method}Trainer")(
         model=tiny.llama() if model is None else model,
         args=getattr(home, f"{method}Config")(**settings),
-        processing_class=tokenizer,
+        processing_class=tokenizer_of(method),
         **{**keywords(method), **adapter, **(further or {})},
     )
 

@@ -20,7 +20,14 @@ OURS = "lowpeak_trainers"
 # Those whose head lowpeak installs itself.
 SCORING = ("ORPO", "CPO", "TPO", "OnlineDPO", "A2PO")
 each_method = pytest.mark.parametrize("method", recipes.METHODS)
-scoring = pytest.mark.parametrize("method", SCORING)
+
+
+def some(fast, methods=recipes.METHODS):
+    """`methods` as parameters, those slow that take the way of a fast one through lowpeak."""
+    marks = {method: () if method in fast else pytest.mark.slow for method in methods}
+    return pytest.mark.parametrize(
+        "method", [pytest.param(method, marks=mark) for method, mark in marks.items()]
+    )
 
 
 def lines(caplog):
@@ -34,7 +41,7 @@ def log(caplog):
 
 
 @pytest.mark.parametrize("way", ["option", "variable"])
-@scoring
+@some(("ORPO", "OnlineDPO"), SCORING)
 def test_head_switched_off(method, way, log, monkeypatch, tmp_path):
     if way == "variable":
         monkeypatch.setenv("LOWPEAK_DISABLE", "head")
@@ -59,13 +66,13 @@ def test_divergence_switched_off(log, tmp_path):
     parity.assert_same_logs(ours, stock)
 
 
-@each_method
+@some(("ORPO", "GKD"))
 def test_scratch_that_is_none_is_refused(method, tmp_path):
     with pytest.raises(ValueError, match="lm_head_scratch_bytes=0"):
         recipes.build(OURS, method, tmp_path, lm_head_scratch_bytes=0)
 
 
-@pytest.mark.parametrize("method", ["ORPO", "CPO", "OnlineDPO"])
+@some(("ORPO", "OnlineDPO"), ("ORPO", "CPO", "OnlineDPO"))
 def test_padding_stays_where_metrics_count_it(method, log, tmp_path):
     trainer = recipes.build(OURS, method, tmp_path)
     assert not trainer._layout.on
@@ -73,12 +80,12 @@ def test_padding_stays_where_metrics_count_it(method, log, tmp_path):
     assert any(line.endswith(counted) for line in lines(log))
 
 
-@pytest.mark.parametrize("method", ["GKD", "TPO", "A2PO", "GMPO"])
+@some(("GKD", "TPO"), ("GKD", "GOLD", "TPO", "A2PO", "GMPO"))
 def test_padding_goes_where_no_metric_counts_it(method, tmp_path):
     assert recipes.build(OURS, method, tmp_path)._layout.on
 
 
-@each_method
+@some(("ORPO", "GKD"))
 def test_padding_free_needs_an_attention_for_it(method, tmp_path):
     with pytest.raises(ValueError, match=f"padding_free=True does not serve {method}Trainer"):
         recipes.build(OURS, method, tmp_path, padding_free=True, attention="sdpa")
@@ -106,7 +113,7 @@ def t5():
     return T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("method", ["ORPO", "CPO"])
+@some(("ORPO",), ("ORPO", "CPO"))
 def test_encoder_decoder_keeps_its_logits(method, log, tmp_path):
     options = {"max_completion_length": 32, "gradient_checkpointing": False}
     stock = recipes.build("trl", method, tmp_path, model=t5(), **options)
@@ -137,7 +144,7 @@ def test_prompt_learning_keeps_the_divergence_of_trl(log, tmp_path):
     assert trainer._logits_because is not None
 
 
-@each_method
+@some(("ORPO", "GKD", "OnlineDPO"))
 def test_use_cache_is_left_as_it_was(method, tmp_path):
     model = tiny.llama()
     model.config.use_cache = True
@@ -145,7 +152,7 @@ def test_use_cache_is_left_as_it_was(method, tmp_path):
     assert model.config.use_cache is True
 
 
-@scoring
+@some(("ORPO", "OnlineDPO"), SCORING)
 def test_second_trainer_of_one_model(method, tmp_path):
     model = tiny.llama()
     first = recipes.build(OURS, method, tmp_path, model=model, max_steps=1)
@@ -205,6 +212,18 @@ def test_logits_where_they_are_asked_for(method, tmp_path):
     assert logits.size(-1) == tiny.VOCABULARY
 
 
+def test_uld_keeps_the_logits_of_trl(log, tmp_path):
+    """It compares the distributions over two vocabularies, sorted."""
+    tokenizer = recipes.tokenizer_of("GOLD")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    options = {"use_uld_loss": True, "teacher_tokenizer_name_or_path": str(tmp_path / "teacher")}
+    stock, ours = (recipes.build(package, "GOLD", tmp_path, **options) for package in ("trl", OURS))
+    assert any("off, by use_uld_loss=True" in line for line in lines(log))
+    stock.train()
+    ours.train()
+    parity.assert_same_logs(ours, stock)
+
+
 def test_d4_eval_loss_of_gkd_is_a_mean_over_tokens(tmp_path):
     losses = [
         recipes.build(OURS, "GKD", tmp_path, per_device_eval_batch_size=size).evaluate()[
@@ -223,7 +242,7 @@ def test_unknown_loss_of_tpo(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("method", ["ORPO", "OnlineDPO", "TPO"])
+@some(("ORPO", "OnlineDPO"), ("ORPO", "OnlineDPO", "TPO"))
 def test_bfloat16_autocast(method, tmp_path):
     """The first loss of TRL, within the rounding of bfloat16."""
     stock, ours = (

@@ -50,6 +50,7 @@ def test_names_are_those_of_the_modules():
         lowpeak_trainers.experimental.BCOTrainer  # noqa: B018
 
 
+@pytest.mark.slow  # it imports TRL anew
 def test_each_module_is_imported_when_it_is_asked_for():
     program = (
         "import sys, lowpeak_trainers.experimental\n"

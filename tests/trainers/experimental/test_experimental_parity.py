@@ -24,6 +24,8 @@ CASES = {
     "GKD_reverse": ("GKD", {"beta": 1.0}, False),
     "GKD_own_completions": ("GKD", {"lmbda": 1.0}, False),
     "GKD_completions_of_the_teacher": ("GKD", {"lmbda": 0.3, "seq_kd": True}, True),
+    "GOLD": ("GOLD", {}, False),
+    "GOLD_reverse": ("GOLD", {"beta": 1.0, "temperature": 0.7}, True),
     "TPO": ("TPO", EVALUATED, False),
     "TPO_smoothed": ("TPO", {"label_smoothing": 0.2}, True),
     "TPO_without_reference": ("TPO", {"tpo_alpha": 0.0}, False),
@@ -58,13 +60,14 @@ def test_parity_of_models(model, tmp_path):
     recipes.assert_parity("ORPO", tmp_path, model=head_models.MODELS[model])
 
 
-ADAPTED = [(m, kind) for m in recipes.METHODS[:5] for kind in LORA]
+ADAPTED = [(m, kind) for m in recipes.METHODS[:6] for kind in LORA]
+FAST = [("ORPO", "whole_head"), ("GKD", "adapters"), ("OnlineDPO", "adapters")]
 
 
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        pytest.param(m, kind, marks=() if kind == "adapters" else pytest.mark.slow)
+        pytest.param(m, kind, marks=() if (m, kind) in FAST else pytest.mark.slow)
         for m, kind in ADAPTED
     ],
 )
@@ -78,7 +81,10 @@ def test_parity_without_checkpointing(method, tmp_path):
     recipes.assert_parity(method, tmp_path, gradient_checkpointing=False)
 
 
-@pytest.mark.parametrize("method", recipes.METHODS)
+@pytest.mark.parametrize(
+    "method",
+    ["GKD", "TPO", *(pytest.param(m, marks=pytest.mark.slow) for m in ("GOLD", "A2PO", "GMPO"))],
+)
 def test_parity_padded(method, tmp_path):
     recipes.assert_parity(method, tmp_path, ours={"padding_free": False})
 

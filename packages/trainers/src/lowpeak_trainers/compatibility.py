@@ -46,6 +46,10 @@ _PAIRS = {
     "concatenated_forward": "self, model, batch",
     "concatenated_inputs": "batch, is_encoder_decoder=False, padding_value=0, device=None",
 }
+_DIVERGENCE = {
+    "compute_loss": "self, model, inputs, return_outputs=False, num_items_in_batch=None",
+    "generalized_jsd_loss": "student_logits, teacher_logits, labels=None, beta=0.5",
+}
 # What lowpeak overrides, or calls, of the trainers in the modules of `trl.experimental`.
 EXPERIMENTAL_METHODS = {
     "a2po": {
@@ -54,13 +58,9 @@ EXPERIMENTAL_METHODS = {
         }
     },
     "cpo": {"CPOTrainer": _PAIRS},
-    "gkd": {
-        "GKDTrainer": {
-            "compute_loss": "self, model, inputs, return_outputs=False, num_items_in_batch=None",
-            "generalized_jsd_loss": "student_logits, teacher_logits, labels=None, beta=0.5",
-        }
-    },
+    "gkd": {"GKDTrainer": _DIVERGENCE},
     "gmpo": {"GMPOTrainer": {"_get_per_token_logps_and_entropies": "self, model, input_ids"}},
+    "gold": {"GOLDTrainer": {**_DIVERGENCE, "_get_model_forward_kwargs": "self, inputs"}},
     "online_dpo": {
         "OnlineDPOTrainer": {
             "_forward": "self, model, prompt_ids, prompt_mask, completion_ids, completion_mask, "

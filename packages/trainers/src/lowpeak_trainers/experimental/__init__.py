@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cpo import CPOConfig, CPOTrainer
     from .gkd import GKDConfig, GKDTrainer
     from .gmpo import GMPOConfig, GMPOTrainer
+    from .gold import GOLDConfig, GOLDTrainer
     from .online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from .orpo import ORPOConfig, ORPOTrainer
     from .tpo import TPOConfig, TPOTrainer
@@ -28,6 +29,8 @@ __all__ = [
     "GKDTrainer",
     "GMPOConfig",
     "GMPOTrainer",
+    "GOLDConfig",
+    "GOLDTrainer",
     "ORPOConfig",
     "ORPOTrainer",
     "OnlineDPOConfig",
@@ -41,6 +44,7 @@ _MODULES = {
     "CPO": "cpo",
     "GKD": "gkd",
     "GMPO": "gmpo",
+    "GOLD": "gold",
     "ORPO": "orpo",
     "OnlineDPO": "online_dpo",
     "TPO": "tpo",
