@@ -11,6 +11,7 @@ from lm_head_checks import ALL_TRANSFORMS, Transform, error, largest
 from lm_head_tolerances import ALL_DTYPES, TILES_FACTOR
 
 from lowpeak import fused_divergence
+from lowpeak.lm_head import expectation_counts, reset_expectations
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -207,3 +208,30 @@ def test_any_call_matches_the_oracle(
         bias=bias, logit_std=logit_std, seed=seed,
     )  # fmt: skip
     assert_exact(pair, row_selection=row_selection, scratch_bytes=scratch)
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_micro_batches_over_all_items_are_one_batch(
+    beta: float, frozen: tuple[str, ...], device: torch.device
+) -> None:
+    """The sum over each micro-batch by the items of all of them, as a gradient scaler sends it."""
+    pair = make_pair((4, 7), 130, beta, device=device)
+    items, scale = pair.mask.sum(), 2.0**16
+    reset_expectations()
+    whole = run(pair, pair.mask.float() / items, frozen)
+    leaves = pair.student.leaves(frozen)
+    for rows in (slice(0, 1), slice(1, 4)):
+        micro = replace(
+            pair,
+            student=replace(pair.student, targets=pair.student.targets[rows]),
+            teacher=replace(pair.teacher, hidden=pair.teacher.hidden[rows]),
+        )
+        part = leaves | {"hidden": leaves["hidden"][rows]}
+        result = call(micro, part, expected_grads=micro.mask.float())
+        (result.divergence.sum() / items * scale).backward()
+    for name, leaf in leaves.items():
+        if name not in frozen:
+            assert error(leaf.grad / scale, whole.gradients[name]) <= 1e-6, name
+    counts = expectation_counts()["fused_divergence"]
+    assert (counts.held, counts.missed) == (0 if frozen else 2, 0)

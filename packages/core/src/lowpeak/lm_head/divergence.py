@@ -106,8 +106,8 @@ def fused_divergence(
         scratch_bytes: as for `fused_lm_head`, for the tiles of both heads together, casts of whole
             weights and the float32 sum (4 V Hs bytes) of a half-precision weight's expected
             gradient. None is a default by device type, those casts and that sum on top: on
-            accelerators 1280 MiB where a few tokens are held with all their logits, 512 MiB where
-            not.
+            accelerators 1280 MiB with expected gradients, 640 MiB for a frozen head or a mixture's
+            values, 512 MiB otherwise.
         backend: "triton", "torch" or "auto".
 
     Returns:

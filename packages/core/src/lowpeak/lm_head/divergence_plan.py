@@ -16,9 +16,11 @@ from .planner import MiB
 from .tiles import HALF_DTYPES, HeadInputs
 
 # Scratch where the caller names none, without casts of the weights: on accelerators what TRL 1.16
-# holds in a backward, two float32 tiles of 4096 x 32768 logits and a bfloat16 one.
+# holds in a backward, two float32 tiles of 4096 x 32768 logits and a bfloat16 one, or half of it
+# where the student's weight is frozen and groups need not be as large.
 _DEFAULT_SCRATCH = {"cpu": 64 * MiB}
-_DEFAULT_SCRATCH_ACCELERATOR = 1280 * MiB
+_DEFAULT_SCRATCH_ACCELERATOR = 640 * MiB
+_DEFAULT_SCRATCH_ACCELERATOR_WEIGHT = 1280 * MiB
 # Each group of tokens streams both weights and reads and writes the float32 gradient of the
 # student's. On an H200 (V = 262144, H = 1152) the latter cost fused_lm_head 23 ms of 49 in groups
 # of 256 tokens and 8 of 35 in groups of 512, where recomputing 4 N V H would cost 14.
@@ -73,11 +75,13 @@ def one_pass_plan(
     if _forced:
         plan = _forced[-1]
         return OnePassPlan(min(plan.rows, total), min(plan.columns, vocabulary)) if total else None
+    default, fewest = _DEFAULT_SCRATCH_ACCELERATOR, _FEWEST_ROWS_ACCELERATOR
+    if trained:
+        default, fewest = _DEFAULT_SCRATCH_ACCELERATOR_WEIGHT, _FEWEST_ROWS_ACCELERATOR_WEIGHT
     if scratch_bytes is None:
-        left = _DEFAULT_SCRATCH.get(device, _DEFAULT_SCRATCH_ACCELERATOR)
+        left = _DEFAULT_SCRATCH.get(device, default)
     else:
         left = scratch_bytes - _whole_weights(pair, needs[1])
-    fewest = _FEWEST_ROWS_ACCELERATOR_WEIGHT if trained else _FEWEST_ROWS_ACCELERATOR
     fewest = min(_FEWEST_ROWS.get(device, fewest), total)
     per_logit, per_row, per_column = _costs(pair, any(needs), triton)
     columns = min(vocabulary, _NARROWEST.get(device, _NARROWEST_ACCELERATOR))
