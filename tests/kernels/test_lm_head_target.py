@@ -66,13 +66,10 @@ def test_twin_against_float64(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("transform", ["plain", "all"])
 @pytest.mark.parametrize("names", [("log_probs",), ("log_probs", "entropy")], ids="+".join)
-def test_single_pass(
-    names: tuple[str, ...], transform: str, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_single_pass(names: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Frozen and expected, in chunks of 16 rows, with some rows of exact zeros."""
-    case = make_case(33, 130, 20, dtype, device, transform=ALL_TRANSFORMS[transform])
+    case = make_case(33, 130, 20, dtype, device, transform=ALL_TRANSFORMS["all"])
     upstream = upstream_for(case, names)
     for value in upstream.values():
         value[::4] = 0

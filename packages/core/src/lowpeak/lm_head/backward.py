@@ -21,10 +21,14 @@ def run_backward(
     targets: Tensor,
     coefficients: RowCoefficients,
     needs: tuple[bool, bool, bool],
+    logits: Tensor | None,
     scratch_bytes: int | None,
     backend: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden [N, H], weight [V, H] and bias [V] in their own dtypes, where needed."""
+    """Gradients of hidden [N, H], weight [V, H] and bias [V] in their own dtypes, where needed.
+
+    `logits` [k, V or more]: the raw ones of the first rows, which are not recomputed then.
+    """
     power = None
     if inputs.compute_dtype == torch.float16 and inputs.hidden.size(0):
         coefficients, power = normalise(coefficients, inputs.slope)
@@ -34,6 +38,7 @@ def run_backward(
     triton = use_triton(backend, inputs)
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     walk = gradients.plan(triton, scratch_bytes)
+    walk.kept = logits
     buffer = walk.gradient_buffer()
     parts = [
         (
@@ -48,9 +53,9 @@ def run_backward(
     for start, end, block in walk.vocabulary_blocks():
         bias = slice_or_none(inputs.bias, start, end)
         for first, last, wanted, temperature, part in parts:
-            logits = walk.logits(first, last, block)
-            tile = walk.gradient_tile(buffer, logits)
-            gradient_of(logits, bias, wanted, temperature, part, start, inputs.transform, tile)
+            raw = walk.logits(first, last, block)
+            tile = walk.gradient_tile(buffer, raw)
+            gradient_of(raw, bias, wanted, temperature, part, start, inputs.transform, tile)
             gradients.add(tile, (first, last), (start, end), block, walk.hidden[first:last])
         gradients.finish_block(start, end)
     return gradients.finish()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .expectation import FROZEN, expectation_counter
 from .gemm import add_product, expects_wide_output
-from .planner import TileCost, TilePlan, chunk_fits, plan_chunk
+from .planner import TileCost, TilePlan, chunk_fits, default_scratch_bytes, plan_chunk
 from .tiles import HALF_DTYPES, HeadInputs, use_triton
 
 
@@ -18,7 +18,8 @@ class Keep(NamedTuple):
 
     `weight`: the dtype of the weight's, None for none. The phase is "expected", "frozen", or ""
     where nothing is kept. `normalizer`: in the phase "frozen", that of log_normalizer in hidden
-    too.
+    too. In the phase "logits", the first `logits` rows of them for a backward that recomputes the
+    others.
     """
 
     phase: str = ""
@@ -26,6 +27,7 @@ class Keep(NamedTuple):
     weight: torch.dtype | None = None
     bias: bool = False
     normalizer: bool = False
+    logits: int = 0
 
     @property
     def flags(self) -> tuple[bool, bool, bool]:
@@ -56,7 +58,12 @@ class Keep(NamedTuple):
         return chunk_fits(self.phase, inputs.weight.size(0), cost, device, scratch_bytes)
 
     def for_rows(self, inputs: HeadInputs, backend: str, scratch_bytes: int | None) -> Keep:
-        """The same where the rows of `inputs` are all: a single chunk needs no wide accumulator."""
+        """The same where the rows of `inputs` are all that count.
+
+        A single chunk needs no wide accumulator; logits are kept of no more rows than there are.
+        """
+        if self.phase == "logits":
+            return self._replace(logits=min(self.logits, inputs.hidden.size(0)))
         own = inputs.weight.dtype
         if self.weight is None or own != inputs.compute_dtype or own == torch.float16:
             return self
@@ -115,9 +122,19 @@ def choose_keep(
     if expected and _believed("fused_lm_head") and keep.fits(inputs, triton, scratch_bytes):
         return keep
     keep = Keep("frozen", hidden=True, normalizer="log_normalizer" in names)
-    if weight or bias or "log_probs" not in names or not _believed(FROZEN):
-        return Keep()
-    return keep if keep.fits(inputs, triton, scratch_bytes) else Keep()
+    serves = not (weight or bias) and "log_probs" in names and _believed(FROZEN)
+    if serves and keep.fits(inputs, triton, scratch_bytes):
+        return keep
+    rows = 0
+    if scratch_bytes is not None and not torch.compiler.is_compiling():
+        left = scratch_bytes - default_scratch_bytes(inputs.hidden.device.type)
+        rows = left // (logits_pitch(inputs) * inputs.tile_dtype.itemsize)
+    return Keep("logits", logits=rows) if rows > 0 else Keep()
+
+
+def logits_pitch(inputs: HeadInputs) -> int:
+    """The columns of kept logits: those of the vocabulary, up to aligned rows."""
+    return -(-inputs.weight.size(0) // 8) * 8
 
 
 def _believed(function: str) -> bool:

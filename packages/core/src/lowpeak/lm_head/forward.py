@@ -15,13 +15,17 @@ def run_forward(
     names: tuple[str, ...],
     scratch_bytes: int | None,
     backend: str,
+    logits: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The outputs `names` of each row, [N], with those that the backward needs.
 
-    `targets` [N] int64 in [0, V).
+    `targets` [N] int64 in [0, V). The raw logits of the first rows are written into `logits`
+    [k, V or more], which counts as scratch.
     """
     sums = empty_statistics(inputs, names)
-    fold_tiles(inputs, targets, sums, folded_for(names), scratch_bytes, backend)
+    if scratch_bytes is not None and logits is not None:
+        scratch_bytes -= logits.numel() * logits.element_size()
+    fold_tiles(inputs, targets, sums, folded_for(names), scratch_bytes, backend, logits)
     return finish_statistics(sums, inputs.weight.size(0), names)
 
 
@@ -48,8 +52,9 @@ def fold_tiles(
     folded: Folded,
     scratch_bytes: int | None,
     backend: str,
+    keep: Tensor | None = None,
 ) -> None:
-    """Fold all logits into the empty `sums`, in place."""
+    """Fold all logits into the empty `sums`, in place; copy those of the first rows to `keep`."""
     if not inputs.hidden.size(0):
         return
     triton = use_triton(backend, inputs)
@@ -71,4 +76,7 @@ def fold_tiles(
         bias = slice_or_none(inputs.bias, start, end)
         for first, last, wanted, temperature, part in parts:
             logits = walk.logits(first, last, block)
+            if keep is not None and first < keep.size(0):
+                rows = keep[first:last, start:end]
+                rows.copy_(logits[: rows.size(0)])
             fold(logits, bias, wanted, temperature, part, start, inputs.transform, folded)

@@ -127,7 +127,8 @@ class FusedLMHead(torch.autograd.Function):
                 call.ignore_index,
             )
         else:
-            gradients = lm_head_backward(*tensors, saved, ordered, *rest)
+            logits = kept[0] if call.keep.phase == "logits" else None
+            gradients = lm_head_backward(*tensors, saved, ordered, logits, *rest)
         remaining = iter(gradients)
         return (*(next(remaining) if need else None for need in needs), *(None,) * 5)
 

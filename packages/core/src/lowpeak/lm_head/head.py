@@ -67,7 +67,8 @@ def fused_lm_head(
             can be captured in a CUDA graph.
         scratch_bytes: bound of the bytes for tiles, casts and accumulators of a block; None is a
             default by device type. The float32 accumulator of a half-precision gradient of `hidden`
-            (4 N H bytes), casts of `hidden` and the results come on top.
+            (4 N H bytes), casts of `hidden` and the results come on top. What exceeds the default,
+            where the backward is to recompute logits, holds those of the first rows until then.
         backend: "triton", "torch" or "auto".
         expected_grads: what d loss / d output of each row will be, up to one common factor, which
             takes the recompute away: 6 N V H in all, 4 with a frozen weight. A mapping of names
@@ -140,8 +141,9 @@ def fused_lm_head(
             expected = expected.index_select(1, rows)
         if keep.phase == "expected" and not active:
             keep, expected, expected_names = Keep(), None, ()
-        elif keep.phase == "expected":
-            keep = keep.for_rows(replace(inputs, hidden=flat[:active]), backend, scratch_bytes)
+    if not torch.compiler.is_compiling():
+        rows_with_gradients = flat if active is None else flat[:active]
+        keep = keep.for_rows(replace(inputs, hidden=rows_with_gradients), backend, scratch_bytes)
 
     asked = None
     if keep.phase == "expected" and expected is None:

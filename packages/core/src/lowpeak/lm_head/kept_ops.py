@@ -139,7 +139,7 @@ def lm_head_expected_backward(
         if scratch_bytes is not None and keep[1]:  # what was kept is still there
             scratch_bytes -= accumulator_bytes(kept[int(keep[0])].dtype, weight)
         options = (skip_zero_rows, *needs, scratch_bytes, backend)
-        return list(lm_head_backward(*tensors, saved, upstream, *transform, *options))
+        return list(lm_head_backward(*tensors, saved, upstream, None, *transform, *options))
     factor = verdict.factor.to(statistics).reshape(1)
     remaining = iter(kept)
     results = []

@@ -15,7 +15,7 @@ from ..kernels.logit_transform import TileTransform
 from .backward import run_backward
 from .chunks import Keep
 from .output import DIFFERENTIABLE_NAMES, OUTPUT_NAMES
-from .passes import HeadRows, run_head
+from .passes import HeadRows, pays_to_select, run_head
 from .refusals import double_backward_error
 from .rows import gathered, nonzero_rows, scattered
 from .statistics import row_coefficients
@@ -53,6 +53,7 @@ def lm_head_forward(
     keep_weight: torch.dtype | None,
     keep_bias: bool,
     keep_normalizer: bool,
+    keep_logits: int,
     expected: Sequence[Tensor | None],
     active: int | None,
     scratch_bytes: int | None,
@@ -63,13 +64,13 @@ def lm_head_forward(
     Then the gradients of hidden, weight and bias that are to be kept: for the `expected` upstream
     gradients [N] of DIFFERENTIABLE_NAMES, zero but for the first `active` rows; or, where the list
     is empty, the gradients of hidden for log_probs gradients of 1 and, with `keep_normalizer`, for
-    log_normalizer gradients of 1.
+    log_normalizer gradients of 1. Or the raw logits of the first `keep_logits` rows.
     """
     transform = TileTransform(scale, softcap, temperature)
     inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
     rows = HeadRows.of(inputs, targets, _named(expected, compute_dtype), ignore_index, active)
     names = result_names(outputs)
-    keep = Keep(phase, keep_hidden, keep_weight, keep_bias, keep_normalizer)
+    keep = Keep(phase, keep_hidden, keep_weight, keep_bias, keep_normalizer, keep_logits)
     with torch.autocast(hidden.device.type, enabled=False):
         results, kept = run_head(rows, names, keep, scratch_bytes, backend)
     total = hidden.size(0)
@@ -96,6 +97,7 @@ def _(
     keep_weight: torch.dtype | None,
     keep_bias: bool,
     keep_normalizer: bool,
+    keep_logits: int,
     expected: Sequence[Tensor | None],
     active: int | None,
     scratch_bytes: int | None,
@@ -115,6 +117,9 @@ def _(
         results.append(hidden.new_empty(vocabulary, width, dtype=keep_weight))
     if keep_bias:
         results.append(hidden.new_empty(vocabulary, dtype=dtype))
+    if keep_logits:
+        kind = dtype if compute_dtype == torch.float16 else compute_dtype
+        results.append(hidden.new_empty(keep_logits, -(-vocabulary // 8) * 8, dtype=kind))
     return results
 
 
@@ -127,6 +132,7 @@ def lm_head_backward(
     temperature_rows: Tensor | None,
     saved: Sequence[Tensor | None],
     upstream: Sequence[Tensor | None],
+    logits: Tensor | None,
     scale: float,
     softcap: float,
     temperature: float,
@@ -142,16 +148,21 @@ def lm_head_backward(
     """Gradients of hidden, weight and bias, those that are needed, in this order.
 
     `saved` follows SAVED_NAMES, `upstream` DIFFERENTIABLE_NAMES; both hold [N] tensors or None.
-    `skip_zero_rows`: rows without an upstream gradient cost nothing, and one host synchronisation.
+    `logits`: the raw ones of the first rows, where they were kept. `skip_zero_rows`: rows without
+    an upstream gradient cost nothing, and one host synchronisation.
     """
     transform = TileTransform(scale, softcap, temperature)
     inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
     rows = HeadRows.of(inputs, targets, {}, ignore_index, None)
     places = rows.places
     gradients = {name: gathered(x, places) for name, x in _named(upstream, compute_dtype).items()}
+    needs = (needs_hidden, needs_weight, needs_bias)
+    if scratch_bytes is not None and logits is not None:
+        scratch_bytes -= logits.numel() * logits.element_size()
     if skip_zero_rows:
         busy = nonzero_rows(gradients)
-        if busy is not None:
+        if busy is not None and pays_to_select(busy.size(0), rows.active, logits, needs):
+            logits = None
             rows = rows.selected(busy)
             gradients = {name: x.index_select(0, busy) for name, x in gradients.items()}
             places = rows.places
@@ -161,11 +172,10 @@ def lm_head_backward(
         if x is not None
     }
     gradients = {name: x.contiguous() for name, x in gradients.items()}
-    needs = (needs_hidden, needs_weight, needs_bias)
     with torch.autocast(hidden.device.type, enabled=False):
         coefficients = row_coefficients(statistics, gradients, weight.size(0))
         grad_hidden, grad_weight, grad_bias = run_backward(
-            rows.inputs, rows.targets, coefficients, needs, scratch_bytes, backend
+            rows.inputs, rows.targets, coefficients, needs, logits, scratch_bytes, backend
         )
     if grad_hidden is not None:
         grad_hidden = scattered(grad_hidden, places, hidden.size(0))
@@ -181,6 +191,7 @@ def _(
     temperature_rows: Tensor | None,
     saved: Sequence[Tensor | None],
     upstream: Sequence[Tensor | None],
+    logits: Tensor | None,
     scale: float,
     softcap: float,
     temperature: float,

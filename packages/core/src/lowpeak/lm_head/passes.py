@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chunks import Keep
+from .chunks import Keep, logits_pitch
 from .forward import run_forward
 from .rows import gathered, nonzero, order_rows
 from .single_pass import ExpectedSource, TargetSource, run_single_pass
@@ -79,6 +79,10 @@ def run_head(
     inputs, expected = rows.inputs, rows.expected
     if not keep.phase:
         return run_forward(inputs, rows.targets, names, scratch_bytes, backend), []
+    if keep.phase == "logits":
+        logits = empty_logits(inputs, keep.logits)
+        results = run_forward(inputs, rows.targets, names, scratch_bytes, backend, logits)
+        return results, [logits]
     if not rows.active:
         results = run_forward(inputs, rows.targets, names, scratch_bytes, backend)
         return results, _zeros(inputs, keep)
@@ -96,6 +100,23 @@ def run_head(
     return run_single_pass(
         inputs, rows.targets, names, source, keep, rows.active, scratch_bytes, backend
     )
+
+
+def empty_logits(inputs: HeadInputs, rows: int) -> Tensor:
+    """Room for the raw logits of some rows."""
+    shape, dtype = (rows, logits_pitch(inputs)), inputs.tile_dtype
+    return torch.empty(shape, dtype=dtype, device=inputs.hidden.device)
+
+
+def pays_to_select(
+    busy: int, rows: int, logits: Tensor | None, needs: tuple[bool, bool, bool]
+) -> bool:
+    """Whether a backward over the `busy` rows alone takes fewer products than one over all.
+
+    Only the latter can use kept logits.
+    """
+    products = 1 + needs[0] + needs[1]
+    return busy * products < rows * products - (0 if logits is None else logits.size(0))
 
 
 def _zeros(inputs: HeadInputs, keep: Keep) -> list[Tensor]:

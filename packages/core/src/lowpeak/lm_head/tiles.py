@@ -126,6 +126,9 @@ class TileWalk:
     def __init__(self, inputs: HeadInputs, plan: TilePlan) -> None:
         self.inputs = inputs
         self.plan = plan
+        # logits [k, V] of the first rows that need no product
+        self.kept: Tensor | None = None
+        self._column = 0
         self.hidden = inputs.hidden.to(inputs.compute_dtype)
         self._pitch = -(-self.plan.columns // 8) * 8  # aligned rows, whatever the vocabulary's size
         self._buffer = self.new_buffer(inputs.tile_dtype)
@@ -159,6 +162,7 @@ class TileWalk:
             block = weight[start : start + self.plan.columns]
             if cast is not None:
                 block = cast[: block.size(0)].copy_(block)
+            self._column = start
             yield start, start + block.size(0), block
 
     def row_blocks(self) -> Iterator[tuple[int, int]]:
@@ -170,7 +174,13 @@ class TileWalk:
     def logits(self, start: int, end: int, block: Tensor) -> Tensor:
         """Raw logits of rows [start, end) and the vocabulary of `block`, without bias."""
         tile = self.tile(self._buffer, end - start, block.size(0))
-        product_into(tile, self.hidden[start:end], block.t())
+        ready = 0
+        if self.kept is not None:
+            rows = self.kept[start:end, self._column : self._column + block.size(0)]
+            ready = rows.size(0)
+            tile[:ready].copy_(rows)
+        if start + ready < end:
+            product_into(tile[ready:], self.hidden[start + ready : end], block.t())
         return tile
 
 
