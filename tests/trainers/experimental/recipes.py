@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import warnings
 
 import parity
 import tiny
@@ -35,7 +36,10 @@ OPTIONS = {
 def module(package, method):
     """The module of `method` in `package`, "trl" or "lowpeak_trainers"."""
     name = "online_dpo" if method == "OnlineDPO" else method.lower()
-    return importlib.import_module(f"{package}.experimental.{name}")
+    with warnings.catch_warnings():
+        # TRL's own, where its stable trainers have not been imported before
+        warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
+        return importlib.import_module(f"{package}.experimental.{name}")
 
 
 def reward(prompts, completions, **kwargs):
@@ -105,8 +109,12 @@ def build(package, method, folder, *, model=None, lora=None, further=None, **opt
     return getattr(home, f"{method}Trainer")(
         model=tiny.llama() if model is None else model,
         args=getattr(home, f"{method}Config")(**settings),
-        processing_class=tokenizer_of(method),
-        **{**keywords(method), **adapter, **(further or {})},
+        **{
+            "processing_class": tokenizer_of(method),
+            **keywords(method),
+            **adapter,
+            **(further or {}),
+        },
     )
 
 

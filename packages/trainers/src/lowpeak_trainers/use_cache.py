@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +62,16 @@ class KeepsUseCache(Trainer):
             super().save_model(*args, **kwargs)
         finally:
             _write(self._noted_config, during)
+
+
+@contextmanager
+def kept_use_cache(config: Any) -> Iterator[None]:
+    """Whatever is written inside, `config.use_cache` is afterwards what it was."""
+    before = _read(config)
+    try:
+        yield
+    finally:
+        _write(config, before)
 
 
 def _read(config: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..compatibility import check_experimental
 from ..padding_free import IGNORE_INDEX
 from ..removed_options import TrainerConfig
+from ..use_cache import kept_use_cache
 from .fused_log_probs import FusedLogProbs
 
 check_experimental("online_dpo")
@@ -33,10 +34,8 @@ class OnlineDPOTrainer(FusedLogProbs, trl_online_dpo.OnlineDPOTrainer):
 
     def _enable_gradient_checkpointing(self, model: Any, args: Any) -> Any:
         # TRL leaves use_cache=False in the config; KeepsUseCache writes it while training
-        before = model.config.use_cache
-        model = super()._enable_gradient_checkpointing(model, args)
-        model.config.use_cache = before
-        return model
+        with kept_use_cache(model.config):
+            return super()._enable_gradient_checkpointing(model, args)
 
     def _forward(
         self,
