@@ -11,12 +11,13 @@ from lowpeak.config import MemoryConfig
 from .assembly import RowOptions, equipped, row_options_of
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
+from .expecting import ExpectsGradients
 from .padding_free import PaddingFree
 from .seam import trainers_from, trl_modules_of
 from .use_cache import KeepsUseCache
 
 
-class LowpeakMixin(KeepsUseCache, TokenWeightedEvaluation):
+class LowpeakMixin(ExpectsGradients, KeepsUseCache, TokenWeightedEvaluation):
     """Gives the TRL trainer that follows it in the bases the memory techniques of lowpeak.
 
     `class Mine(LowpeakMixin, MyGRPOTrainer)` needs nothing else. Settings come from the trainer's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lowpeak import LogitTransform, fused_divergence
@@ -75,6 +76,8 @@ def split_divergence(
         teacher_bias=teacher_bias,
         student_transform=_at_temperature(student.transform, temperature),
         teacher_transform=_at_temperature(teacher.transform, temperature),
+        # all losses made of it are sums or means over the tokens
+        expected_grads=mask.float() if torch.is_grad_enabled() else None,
         vocabulary="shared" if shared_vocabulary else "same",
         scratch_bytes=scratch_bytes,
     )

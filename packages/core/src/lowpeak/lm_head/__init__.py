@@ -6,6 +6,7 @@ from .expectation import ExpectationCounts, expectation_counts, reset_expectatio
 from .head import fused_lm_head
 from .metrics import LMHeadMetrics, lm_head_metrics, logit_tiles, top_k_log_probs
 from .output import LMHeadOutput
+from .serves import single_pass_serves
 from .transform import LogitTransform
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "lm_head_metrics",
     "logit_tiles",
     "reset_expectations",
+    "single_pass_serves",
     "top_k_log_probs",
 ]

@@ -1,5 +1,6 @@
 """transformers models with a fused LM head."""
 
+from .expected_loss import ExpectedLoss, expecting
 from .fused_forward import FusedForwardHandle, install_fused_forward
 from .layout import BatchLayout, Rearranged
 from .outputs import FusedCausalLMOutput
@@ -8,10 +9,12 @@ from .split import SplitCausalLM
 
 __all__ = [
     "BatchLayout",
+    "ExpectedLoss",
     "FusedCausalLMOutput",
     "FusedForwardHandle",
     "Rearranged",
     "SplitCausalLM",
+    "expecting",
     "install_fused_forward",
     "reduce_memory",
 ]

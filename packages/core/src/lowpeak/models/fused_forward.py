@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from lowpeak.lm_head import LMHeadOutput, LogitTransform, fused_lm_head
 
+from .expected_loss import ExpectedLoss, expected_grads, expected_loss
 from .inspection import Head, logit_transform, read_head
 from .layout import BatchLayout
-from .outputs import FusedCausalLMOutput
+from .outputs import FusedCausalLMOutput, per_token, without_last
 from .self_test import Route, choose_route
 
 OUTPUT_NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -87,9 +88,11 @@ class FusedForward:
             rearranged = None if layout is None else layout(arguments, labels)
             if rearranged is not None:
                 labels = rearranged.labels
-                output = self._run(model, rearranged.arguments, labels, None, num_items_in_batch)
-                return rearranged.restore(output)
-        return self._run(model, arguments, labels, shift_labels, num_items_in_batch)
+                expected = expected_loss(rearranged.restore)
+                given = (labels, None, num_items_in_batch, expected)
+                return rearranged.restore(self._run(model, rearranged.arguments, *given))
+        expected = expected_loss() if shift_labels is None else None
+        return self._run(model, arguments, labels, shift_labels, num_items_in_batch, expected)
 
     def _run(
         self,
@@ -98,6 +101,7 @@ class FusedForward:
         labels: Tensor | None,
         shift_labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
+        expected: ExpectedLoss | None,
     ) -> FusedCausalLMOutput:
         config = model.config.get_text_config()
         arguments = {**arguments, "use_cache": False}
@@ -117,10 +121,9 @@ class FusedForward:
         head.require_whole_weight()
         # A device_map can put the head on another device than the end of the backbone.
         targets = given.to(head.weight.device)
-        scored = self._score(route, head, hidden.to(head.weight.device), targets)
+        scored = self._score(route, head, hidden.to(head.weight.device), targets, expected)
         if shift_labels is None:
-            targets = targets[:, :-1]
-            scored = LMHeadOutput(*(None if x is None else x[:, :-1] for x in scored))
+            targets, scored = targets[:, :-1], without_last(scored)
         mask = targets != IGNORE_INDEX
         assert scored.log_probs is not None
         loss = -scored.log_probs.sum() / _loss_divisor(mask, num_items_in_batch)
@@ -130,14 +133,7 @@ class FusedForward:
             coefficient = getattr(config, "router_aux_loss_coef", 0.0)
             loss = loss + coefficient * aux_loss.to(loss.device)
         return FusedCausalLMOutput(
-            loss=loss,
-            log_probs=scored.log_probs,
-            entropy=scored.entropy,
-            log_sum_sq_probs=scored.log_sum_sq_probs,
-            mean_logits=scored.mean_logits,
-            is_top1=scored.is_top1,
-            label_mask=mask,
-            aux_loss=aux_loss,
+            loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token(scored)
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -151,7 +147,14 @@ class FusedForward:
             self._routes[owner] = route
         return route
 
-    def _score(self, route: Route, head: Head, hidden: Tensor, targets: Tensor) -> LMHeadOutput:
+    def _score(
+        self,
+        route: Route,
+        head: Head,
+        hidden: Tensor,
+        targets: Tensor,
+        expected: ExpectedLoss | None,
+    ) -> LMHeadOutput:
         settings = self.settings
         autocast: Any = nullcontext()
         if settings.cast_lm_head_to_fp32:
@@ -181,6 +184,9 @@ class FusedForward:
                     ignore_index=IGNORE_INDEX,
                     outputs=settings.names,
                     scratch_bytes=settings.scratch_bytes,
+                    expected_grads=expected_grads(
+                        expected, head, hidden, targets, settings.names, settings.scratch_bytes
+                    ),
                 )
         detached = {
             name: value.detach()

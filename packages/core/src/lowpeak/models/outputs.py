@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
+from lowpeak.lm_head import LMHeadOutput
+
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
 
 @dataclass
 class FusedCausalLMOutput(ModelOutput):
@@ -34,3 +38,13 @@ class FusedCausalLMOutput(ModelOutput):
     """Whether there is a label."""
     aux_loss: Tensor | None = None
     """Load balancing loss of a mixture of experts, when router logits were asked for."""
+
+
+def per_token(scored: LMHeadOutput) -> dict[str, Tensor | None]:
+    """The per-token fields of a FusedCausalLMOutput."""
+    return {name: getattr(scored, name) for name in PER_TOKEN}
+
+
+def without_last(scored: LMHeadOutput) -> LMHeadOutput:
+    """Statistics [batch, length - 1] of [batch, length]: the last position predicts nothing."""
+    return LMHeadOutput(*(None if x is None else x[:, :-1] for x in scored))

@@ -1,0 +1,160 @@
+"""The trainers tell the head what gradients to expect: they hold, and the run is that of TRL."""
+
+from __future__ import annotations
+
+import logging
+
+import methods
+import pytest
+import tiny
+import trl
+
+import lowpeak_trainers
+from lowpeak.lm_head import expectation_counts
+
+ONE = {"per_device_train_batch_size": 1}
+OLD = {"num_iterations": 2, "epsilon": 1e-3}  # old log-probabilities, and ratios that are clipped
+SEQUENCE = {"importance_sampling_level": "sequence"}
+BETA = {"beta": 0.1, "use_bias_correction_kl": False}
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
+
+FAST = {
+    "sft_nll": ("SFT", {}),
+    "sft_dft": ("SFT", {"loss_type": "dft"}),
+    "dpo_sigmoid": ("DPO", ONE),
+    "dpo_ipo": ("DPO", {**ONE, "loss_type": ["ipo"]}),
+    "kto_apo_zero_unpaired": ("KTO", {**ONE, "loss_type": "apo_zero_unpaired"}),
+    "rloo": ("RLOO", {}),
+    "grpo_dapo": ("GRPO", {}),
+    "grpo_dapo_old": ("GRPO", OLD),
+    "grpo_beta_old": ("GRPO", {**OLD, "beta": 0.1, "use_bias_correction_kl": True}),
+    "grpo_entropy_old": ("GRPO", {**OLD, "entropy_coef": 0.01}),
+    "grpo_sequence": ("GRPO", {**SEQUENCE, "loss_type": "grpo"}),
+}
+SLOW = {
+    "dpo_hinge": ("DPO", {**ONE, "loss_type": ["hinge"]}),
+    "dpo_robust": ("DPO", {**ONE, "loss_type": ["robust"], "label_smoothing": 0.1}),
+    "dpo_exo_pair": ("DPO", {**ONE, "loss_type": ["exo_pair"], "label_smoothing": 0.1}),
+    "dpo_discopop": ("DPO", {**ONE, "loss_type": ["discopop"]}),
+    "dpo_aot": ("DPO", {**ONE, "loss_type": ["aot"]}),
+    "dpo_aot_unpaired": ("DPO", {**ONE, "loss_type": ["aot_unpaired"]}),
+    "dpo_sigmoid_norm": ("DPO", {**ONE, "loss_type": ["sigmoid_norm"]}),
+    "dpo_two_losses": ("DPO", {**ONE, "loss_type": ["sigmoid", "hinge"]}),
+    "dpo_weighting": ("DPO", {**ONE, "use_weighting": True}),
+    "dpo_precomputed": ("DPO", {**ONE, "precompute_ref_log_probs": True}),
+    **{f"grpo_{name}": ("GRPO", {"loss_type": name}) for name in LOSSES},
+    **{f"grpo_{name}_old": ("GRPO", {**OLD, "loss_type": name}) for name in LOSSES[:6]},
+    "grpo_cispo_clipped": ("GRPO", {**OLD, "loss_type": "cispo", "epsilon_high": 1.001}),
+    "grpo_luspo": ("GRPO", {**SEQUENCE, "loss_type": "luspo"}),
+    "grpo_luspo_by_token": (
+        "GRPO",
+        {
+            **OLD,
+            "loss_type": "luspo",
+        },
+    ),
+    "grpo_beta": ("GRPO", BETA),
+    "grpo_beta_sequence": ("GRPO", {**SEQUENCE, **BETA, "loss_type": "grpo"}),
+    "grpo_delta": ("GRPO", {**OLD, "delta": 1.5}),
+    "grpo_entropy": ("GRPO", {"entropy_coef": 0.01}),
+    "grpo_adaptive_entropy": ("GRPO", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
+    "grpo_off_policy_mask": ("GRPO", {"off_policy_mask_threshold": 0.5}),
+    "grpo_temperature": ("GRPO", {**OLD, "temperature": 0.7}),
+    "grpo_float32_head": ("GRPO", {"cast_lm_head_to_fp32": True}),
+}
+CASES = {**FAST, **SLOW}
+
+
+@pytest.mark.parametrize(
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_holds(case, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    method, options = CASES[case]
+    if "beta" in options:  # the reference is loaded from where the policy came
+        path = tiny.save(tiny.llama(), tmp_path / "model")
+        methods.assert_parity(method, tmp_path, model=lambda: path, options=steps(options))
+    else:
+        methods.assert_parity(method, tmp_path, options=steps(options))
+    assert_held(8, caplog)
+
+
+def steps(options):
+    """Four optimizer steps of two batches each."""
+    return {"max_steps": 4, **options}
+
+
+def assert_held(times, caplog):
+    counts = expectation_counts()["fused_lm_head"]
+    assert (counts.held, counts.missed) == (times, 0)
+    assert f"held in {times} of {times} backward passes" in caplog.text
+
+
+def assert_none(caplog, because):
+    counts = expectation_counts()["fused_lm_head"]
+    assert (counts.held, counts.missed) == (0, 0)
+    assert because in caplog.text
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_rloo_off_policy(sequences, tmp_path, caplog):
+    """Every second optimizer step; of one sequence even the ratio, clipped or not, is a factor."""
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    options = {**OLD, "per_device_train_batch_size": sequences, "gradient_accumulation_steps": 4}
+    methods.assert_parity("RLOO", tmp_path, options=steps(options))
+    assert_held(16 if sequences == 1 else 8, caplog)
+
+
+def test_grpo_of_one_sequence(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    options = {**OLD, **ONE, **SEQUENCE, "gradient_accumulation_steps": 4, "loss_type": "grpo"}
+    methods.assert_parity("GRPO", tmp_path, options=steps(options))
+    assert_held(16, caplog)
+
+
+class CorrectedByVllm:
+    """What vLLM's importance sampling correction puts into the batch, without vLLM."""
+
+    def _prepare_inputs(self, inputs):
+        self.use_vllm = False
+        inputs = super()._prepare_inputs(inputs)
+        self.use_vllm = True
+        ids = inputs["completion_ids"]
+        return {**inputs, "importance_sampling_ratio": 0.5 + (ids % 7) / 7}
+
+
+@pytest.mark.parametrize("options", [{}, OLD], ids=["on_policy", "old"])
+def test_importance_sampling_correction(options, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    for package in (trl, lowpeak_trainers):
+        corrected = type("GRPOTrainer", (CorrectedByVllm, package.GRPOTrainer), {})
+        monkeypatch.setattr(package, "GRPOTrainer", corrected)
+    methods.assert_parity("GRPO", tmp_path, options=steps(options))
+    assert_held(8, caplog)
+
+
+NONE = {
+    "dpo_pairs": ("DPO", {}, "2 pairs"),
+    "dpo_apo_zero": ("DPO", {**ONE, "loss_type": ["apo_zero"]}, "differently"),
+    "dpo_sigmoid_and_ipo": ("DPO", {**ONE, "loss_type": ["sigmoid", "ipo"]}, "differently"),
+    "dpo_ld_alpha": ("DPO", {**ONE, "ld_alpha": 0.5}, "ld_alpha"),
+    "kto_sequences": ("KTO", {"loss_type": "apo_zero_unpaired"}, "2 sequences"),
+    "grpo_top_entropy": ("GRPO", {"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+}
+
+
+@pytest.mark.parametrize("case", NONE)
+def test_none_where_the_gradients_are_not_known(case, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    method, options, because = NONE[case]
+    ours = methods.build(lowpeak_trainers, method, tmp_path, options={"max_steps": 1, **options})
+    ours.train()
+    assert_none(caplog, because)
+
+
+@pytest.mark.filterwarnings("ignore:`(label_smoothing_factor|compute_loss_func)` is deprecated")
+def test_none_for_a_loss_from_logits(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    options = {"max_steps": 1, "label_smoothing_factor": 0.1}
+    methods.build(lowpeak_trainers, "SFT", tmp_path, options=options).train()
+    assert_none(caplog, "the loss is computed from logits")
