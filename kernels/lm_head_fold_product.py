@@ -30,7 +30,7 @@ from .lm_head_fold import Folded, RowStatistics
 from .logit_transform import TileTransform
 from .triton_shim import jit, tl
 
-__all__ = ["AOT_TARGETS", "AOT_VARIANTS", "fold_product_triton", "span_count"]
+__all__ = ["AOT_TARGETS", "AOT_VARIANTS", "SPAN_COLUMNS", "fold_product_triton", "partial_bytes"]
 
 # Blocks of the vocabulary that one program folds before it writes its sums.
 _SPAN = 8
@@ -144,9 +144,13 @@ def lm_head_fold_product_kernel(
             tl.store(maximum_before_ptr + place, before * slope, mask=counts)
 
 
-def span_count(columns: int) -> int:
-    """How many partial sums of each statistic a row has, for a block of the vocabulary."""
-    return -(-columns // (BLOCK_V * _SPAN))
+# Columns of the vocabulary that a row has one partial sum of each statistic for.
+SPAN_COLUMNS = BLOCK_V * _SPAN
+
+
+def partial_bytes(folded: Folded) -> int:
+    """Bytes of the partial sums of one row and SPAN_COLUMNS, and of their merging."""
+    return 4 * 4 * (2 + folded.entropy + folded.squares + folded.mean + folded.top1)
 
 
 def fold_product_triton(
@@ -169,7 +173,7 @@ def fold_product_triton(
     The other arguments are those of `fold_tile_torch`.
     """
     rows, width = hidden.size(0), weight.size(0)
-    spans = span_count(width)
+    spans = -(-width // SPAN_COLUMNS)
     names = {"maximum": True, "sum_exp": True, "centred": folded.entropy}
     names |= {"squares": folded.squares, "total": folded.mean, "maximum_before": folded.top1}
     parts = {

@@ -36,7 +36,6 @@ def accumulate_halves_torch(
     hidden: Tensor,
     result: Tensor,
     lower: Tensor,
-    factor: Tensor | None,
     first: bool,
     last: bool,
 ) -> None:
@@ -48,7 +47,6 @@ def accumulate_halves_torch(
         result: [V, H] contiguous, bfloat16 or float16; before the last call it holds the upper 16
             bits of the sum, not a number.
         lower: [V, H] contiguous int16: the lower 16 bits.
-        factor: a float32 scalar tensor that the sum is multiplied with at the end; None is 1.
         first: start from zero.
         last: round the sum into `result`; `lower` is then left as it was.
     """
@@ -60,7 +58,7 @@ def accumulate_halves_torch(
             bits = (upper[rows].int() << 16) | (lower[rows].int() & 0xFFFF)
             total += bits.view(torch.float32)
         if last:
-            result[rows] = total if factor is None else total * factor
+            result[rows] = total
         else:
             bits = total.view(torch.int32)
             upper[rows] = (bits >> 16).short()
@@ -74,14 +72,12 @@ def lm_head_weight_gradient_kernel(
     upper_ptr,
     lower_ptr,
     result_ptr,
-    factor_ptr,
     vocabulary,
     width,
     tokens,
     programs,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -110,8 +106,6 @@ def lm_head_weight_gradient_kernel(
             lower = tl.load(lower_ptr + where, mask=inside, other=0).to(tl.int32)
             total += ((upper << 16) | (lower & 0xFFFF)).to(tl.float32, bitcast=True)
         if LAST:
-            if HAS_FACTOR:
-                total *= tl.load(factor_ptr)
             tl.store(result_ptr + where, total.to(result_ptr.dtype.element_ty), mask=inside)
         else:
             bits = total.to(tl.int32, bitcast=True)
@@ -124,7 +118,6 @@ def accumulate_halves_triton(
     hidden: Tensor,
     result: Tensor,
     lower: Tensor,
-    factor: Tensor | None,
     first: bool,
     last: bool,
 ) -> None:
@@ -138,14 +131,12 @@ def accumulate_halves_triton(
         result.view(torch.int16),
         lower,
         result,
-        factor,
         vocabulary,
         width,
         tile.size(0),
         programs,
         FIRST=first,
         LAST=last,
-        HAS_FACTOR=factor is not None,
         BLOCK_V=_BLOCK_V,
         BLOCK_H=_BLOCK_H,
         BLOCK_N=_BLOCK_N,
@@ -156,7 +147,7 @@ def accumulate_halves_triton(
 
 
 def _variant(dtype: str, **flags: bool) -> tuple[str, dict[str, str], Any, int]:
-    flags = {name: flags.get(name, False) for name in ("FIRST", "LAST", "HAS_FACTOR")}
+    flags = {name: flags.get(name, False) for name in ("FIRST", "LAST")}
     types = {
         "tile": f"tensordesc<{dtype}[{_BLOCK_N}, {_BLOCK_V}]>",
         "hidden": f"tensordesc<{dtype}[{_BLOCK_N}, {_BLOCK_H}]>",
@@ -167,10 +158,6 @@ def _variant(dtype: str, **flags: bool) -> tuple[str, dict[str, str], Any, int]:
     types |= dict.fromkeys(("vocabulary", "width", "tokens", "programs"), "i32")
     constants: dict[str, object] = {"BLOCK_V": _BLOCK_V, "BLOCK_H": _BLOCK_H, "BLOCK_N": _BLOCK_N}
     constants |= {**flags, "GROUP": _GROUP}
-    if flags["HAS_FACTOR"]:
-        types["factor_ptr"] = "*fp32"
-    else:
-        constants["factor_ptr"] = None
     return ("lm_head_weight_gradient_kernel", types, constants, _WARPS)
 
 
@@ -178,5 +165,5 @@ AOT_VARIANTS = [
     _variant("bf16", FIRST=True),
     _variant("bf16"),
     _variant("bf16", LAST=True),
-    _variant("fp16", LAST=True, HAS_FACTOR=True),
+    _variant("fp16", LAST=True),
 ]

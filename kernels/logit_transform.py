@@ -92,7 +92,7 @@ def transform_block(
 ):
     """z of a block x of raw float32 logits (bias added already)."""
     if HAS_SOFTCAP:
-        z = _tanh(x * (scale / softcap)) * (softcap * inverse_temperature)
+        z = _tanh(tl.div_rn(x * scale, softcap)) * (softcap * inverse_temperature)
     else:
         z = x * (scale * inverse_temperature)
     if HAS_BIAS:

@@ -36,7 +36,8 @@ def first_batch(case: Case, run: Run) -> dict[str, torch.Tensor]:
 
 
 def run_json(arguments: list[str], path) -> list[dict]:  # type: ignore[no-untyped-def, type-arg]
-    assert main([*TINY, "--json", str(path), *arguments], io.StringIO()) == 0
+    stream = io.StringIO()
+    assert main([*TINY, "--json", str(path), *arguments], stream) == 0, stream.getvalue()
     results: list[dict] = json.loads(path.read_text())["results"]  # type: ignore[type-arg]
     assert [result["failure"] for result in results] == [None] * len(results)
     return results

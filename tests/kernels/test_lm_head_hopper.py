@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowpeak.kernels.hopper_products import products_serve
 from lowpeak.kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch
-from lowpeak.kernels.lm_head_fold_product import fold_product_triton, span_count
+from lowpeak.kernels.lm_head_fold_product import fold_product_triton
 from lowpeak.kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch
 from lowpeak.kernels.lm_head_gradient_product import gradient_product_triton
 from lowpeak.kernels.logit_transform import TileTransform
@@ -161,10 +161,6 @@ def test_gradient_is_that_of_a_tile_in_memory(
         found[:, : last - first].float(), wanted, rtol=torch.finfo(dtype).eps, atol=2e-4
     )
     assert (found[:, last - first :] == 7.0).all()
-
-
-def test_spans_depend_on_the_vocabulary_alone() -> None:
-    assert [span_count(columns) for columns in (1, 2048, 2049, 262144)] == [1, 1, 2, 128]
 
 
 def test_serves_what_the_copies_can_read(device: torch.device) -> None:

@@ -102,4 +102,5 @@ def _profiler(device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    return profile(activities=activities)
+    # torch 2.11 keeps no events of a profiler without a schedule unless told to
+    return profile(activities=activities, acc_events=True)

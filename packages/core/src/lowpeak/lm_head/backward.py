@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
+from ..kernels.lm_head_gradient_product import gradient_product_triton
 from .gemm import add_product, product_into
 from .planner import NOTHING, TileCost, TilePlan
 from .statistics import normalise
-from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost, use_triton
+from .tiles import (
+    HeadInputs,
+    TileWalk,
+    head_plan,
+    slice_or_none,
+    tile_cost,
+    use_products,
+    use_triton,
+)
 
 
 def run_backward(
@@ -35,11 +44,12 @@ def run_backward(
     gradients = HeadGradients(inputs, needs, power)
     if inputs.hidden.size(0) == 0:
         return gradients.zeros()
+    products = logits is None and use_products(backend, inputs)
     triton = use_triton(backend, inputs)
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
-    walk = gradients.plan(triton, scratch_bytes)
+    walk = gradients.plan(triton, scratch_bytes, products=products)
     walk.kept = logits
-    buffer = walk.gradient_buffer()
+    buffer = None if products else walk.gradient_buffer()
     parts = [
         (
             first,
@@ -53,10 +63,16 @@ def run_backward(
     for start, end, block in walk.vocabulary_blocks():
         bias = slice_or_none(inputs.bias, start, end)
         for first, last, wanted, temperature, part in parts:
-            raw = walk.logits(first, last, block)
-            tile = walk.gradient_tile(buffer, raw)
-            gradient_of(raw, bias, wanted, temperature, part, start, inputs.transform, tile)
-            gradients.add(tile, (first, last), (start, end), block, walk.hidden[first:last])
+            rest = (bias, wanted, temperature, part, start, inputs.transform)
+            hidden = walk.hidden[first:last]
+            if products:
+                tile = walk.gradient_room(first, last, block)
+                gradient_product_triton(hidden, block, *rest, tile)
+            else:
+                raw = walk.logits(first, last, block)
+                tile = walk.gradient_tile(buffer, raw)
+                gradient_of(raw, *rest, tile)
+            gradients.add(tile, (first, last), (start, end), block, hidden)
         gradients.finish_block(start, end)
     return gradients.finish()
 
@@ -76,24 +92,30 @@ class HeadGradients:
         self._bias: Tensor | None = None
         self._block: Tensor | None = None
 
-    def plan(self, triton: bool, scratch_bytes: int | None, beside: TileCost = NOTHING) -> TileWalk:
+    def plan(
+        self,
+        triton: bool,
+        scratch_bytes: int | None,
+        beside: TileCost = NOTHING,
+        products: bool = False,
+    ) -> TileWalk:
         """Choose the tiles and allocate the results and the accumulators that they make necessary.
 
         A block of the weight's gradient needs an accumulator where the weight's own dtype is too
         narrow for one and the rows take more than one tile. `beside` is the cost of what else needs
-        scratch for each tile.
+        scratch for each tile. `products`: tiles hold gradients only.
         """
         inputs = self._inputs
         narrow = self._needs[1] and inputs.weight.dtype != self._dtype
         block = narrow and not self._direct(inputs.weight.dtype)
-        cost = tile_cost(inputs, triton, True, block) + beside
+        cost = tile_cost(inputs, triton, not products, block) + beside
         plan = head_plan(inputs, "backward", cost, scratch_bytes)
         if narrow and plan.rows < inputs.hidden.size(0):
             block = True
-            cost = tile_cost(inputs, triton, True, block) + beside
+            cost = tile_cost(inputs, triton, not products, block) + beside
             plan = head_plan(inputs, "backward", cost, scratch_bytes)
         self._allocate(plan, block)
-        return TileWalk(inputs, plan)
+        return TileWalk(inputs, plan, products=products)
 
     def _direct(self, dtype: torch.dtype) -> bool:
         """Whether a single product can be written as the result, rounded once to `dtype`."""

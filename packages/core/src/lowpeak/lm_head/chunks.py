@@ -10,7 +10,7 @@ from torch import Tensor
 from .expectation import FROZEN, expectation_counter
 from .gemm import add_product, expects_wide_output
 from .planner import TileCost, TilePlan, chunk_fits, default_scratch_bytes, plan_chunk
-from .tiles import HALF_DTYPES, HeadInputs, use_triton
+from .tiles import HALF_DTYPES, HeadInputs, half_products_serve, use_products, use_triton
 
 
 class Keep(NamedTuple):
@@ -65,7 +65,7 @@ class Keep(NamedTuple):
         if self.phase == "logits":
             return self._replace(logits=min(self.logits, inputs.hidden.size(0)))
         own = inputs.weight.dtype
-        if self.weight is None or own != inputs.compute_dtype or own == torch.float16:
+        if self.weight in (None, own) or own != inputs.compute_dtype or own == torch.float16:
             return self
         narrow = self._replace(weight=own)
         plan = narrow.plan(inputs, use_triton(backend, inputs), scratch_bytes)
@@ -87,7 +87,7 @@ class Keep(NamedTuple):
         per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
         per_row = 4 * statistics * width if self.normalizer else 0
         if scratch_bytes is not None:
-            per_column += accumulator_bytes(self.weight, inputs.weight) // inputs.weight.size(0)
+            per_column += self._accumulator_bytes(inputs, triton) // inputs.weight.size(0)
         half = inputs.compute_dtype in HALF_DTYPES
         if half and not expects_wide_output(inputs.hidden.device, inputs.compute_dtype):
             kept = self.hidden_dtype(inputs.hidden.dtype, inputs.compute_dtype)
@@ -97,12 +97,21 @@ class Keep(NamedTuple):
             per_logit += statistics if triton else 0
         return TileCost(per_logit, per_column, per_row)
 
+    def _accumulator_bytes(self, inputs: HeadInputs, triton: bool) -> int:
+        """What the sums over chunks of the weight's gradient take above its own dtype."""
+        if self.weight is None:
+            return 0
+        if self.weight != inputs.weight.dtype:
+            return self.weight.itemsize * inputs.weight.numel()
+        halves = accumulates_in_halves(inputs, triton)
+        return inputs.weight.numel() * inputs.weight.itemsize if halves else 0
 
-def accumulator_bytes(kept: torch.dtype | None, weight: Tensor) -> int:
-    """What a gradient of the weight takes that is kept wider than the weight."""
-    if kept is None or kept == weight.dtype:
-        return 0
-    return kept.itemsize * weight.numel()
+
+def accumulates_in_halves(inputs: HeadInputs, triton: bool) -> bool:
+    """Whether float32 sums over chunks can be kept in a bfloat16 gradient of the weight and as
+    much beside it."""
+    half = inputs.weight.dtype == inputs.compute_dtype == torch.bfloat16
+    return triton and half and half_products_serve(inputs)
 
 
 def choose_keep(
@@ -118,7 +127,10 @@ def choose_keep(
     if not torch.is_grad_enabled() or not (hidden or weight or bias):
         return Keep()
     triton = use_triton(backend, inputs)
-    keep = Keep("expected", hidden, inputs.statistics_dtype if weight else None, bias)
+    sums = inputs.statistics_dtype
+    if accumulates_in_halves(inputs, triton):
+        sums = inputs.weight.dtype
+    keep = Keep("expected", hidden, sums if weight else None, bias)
     if expected and _believed("fused_lm_head") and keep.fits(inputs, triton, scratch_bytes):
         return keep
     keep = Keep("frozen", hidden=True, normalizer="log_normalizer" in names)
@@ -126,7 +138,9 @@ def choose_keep(
     if serves and keep.fits(inputs, triton, scratch_bytes):
         return keep
     rows = 0
-    if scratch_bytes is not None and not torch.compiler.is_compiling():
+    # the products that make logits anew take less time than reading them
+    kept_logits = scratch_bytes is not None and not use_products(backend, inputs)
+    if scratch_bytes is not None and kept_logits and not torch.compiler.is_compiling():
         left = scratch_bytes - default_scratch_bytes(inputs.hidden.device.type)
         rows = left // (logits_pitch(inputs) * inputs.tile_dtype.itemsize)
     return Keep("logits", logits=rows) if rows > 0 else Keep()

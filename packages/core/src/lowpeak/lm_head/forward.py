@@ -1,12 +1,22 @@
-"""Forward pass: tiles of logits from the BLAS library, folded into statistics of each row."""
+"""Forward pass: all logits folded into statistics of their rows."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_tile_triton
+from ..kernels.lm_head_fold_product import fold_product_triton, partial_bytes
+from .planner import TilePlan, plan_products
 from .statistics import finish_statistics
-from .tiles import HeadInputs, TileWalk, head_plan, slice_or_none, tile_cost, use_triton
+from .tiles import (
+    HeadInputs,
+    TileWalk,
+    head_plan,
+    slice_or_none,
+    tile_cost,
+    use_products,
+    use_triton,
+)
 
 
 def run_forward(
@@ -57,6 +67,11 @@ def fold_tiles(
     """Fold all logits into the empty `sums`, in place; copy those of the first rows to `keep`."""
     if not inputs.hidden.size(0):
         return
+    if keep is None and use_products(backend, inputs):
+        plan = _products_plan(inputs, folded, scratch_bytes)
+        if plan is not None:
+            _fold_products(inputs, targets, sums, folded, plan)
+            return
     triton = use_triton(backend, inputs)
     fold = fold_tile_triton if triton else fold_tile_torch
     cost = tile_cost(inputs, triton, backward=False, weight_block=False)
@@ -80,3 +95,39 @@ def fold_tiles(
                 rows = keep[first:last, start:end]
                 rows.copy_(logits[: rows.size(0)])
             fold(logits, bias, wanted, temperature, part, start, inputs.transform, folded)
+
+
+def _products_plan(
+    inputs: HeadInputs, folded: Folded, scratch_bytes: int | None
+) -> TilePlan | None:
+    (rows, width), vocabulary = inputs.hidden.shape, inputs.weight.size(0)
+    cast = width * inputs.compute_dtype.itemsize
+    if inputs.weight.dtype == inputs.compute_dtype:
+        cast = 0
+    device = inputs.hidden.device.type
+    return plan_products(rows, vocabulary, cast, partial_bytes(folded), device, scratch_bytes)
+
+
+def _fold_products(
+    inputs: HeadInputs, targets: Tensor, sums: RowStatistics, folded: Folded, plan: TilePlan
+) -> None:
+    """`fold_tiles` where no logit needs to leave its product: scratch for casts and sums alone."""
+    weight, hidden = inputs.weight, inputs.hidden.to(inputs.compute_dtype)
+    for start in range(0, weight.size(0), plan.columns):
+        block = weight[start : start + plan.columns].to(inputs.compute_dtype)
+        bias = slice_or_none(inputs.bias, start, start + plan.columns)
+        for first in range(0, hidden.size(0), plan.rows):
+            rows = slice(first, min(first + plan.rows, hidden.size(0)))
+            part = inputs.rows(rows.start, rows.stop)
+            fold_product_triton(
+                hidden[rows],
+                block,
+                bias,
+                targets[rows],
+                part.temperature,
+                sums.rows(rows.start, rows.stop),
+                start,
+                inputs.transform,
+                folded,
+            )
+        del block  # before the next one is cast

@@ -113,7 +113,10 @@ def fused_lm_head(
     rows_temperature = None
     if isinstance(temperature, Tensor):
         rows_temperature, temperature = temperature.reshape(-1).to(statistics_dtype), 1.0
-    inputs = HeadInputs(flat, weight, bias, None, TileTransform(), compute_dtype)
+    constants = TileTransform(
+        float(transform.scale), float(transform.softcap or 0.0), float(temperature)
+    )
+    inputs = HeadInputs(flat, weight, bias, None, constants, compute_dtype)
     keep = choose_keep(inputs, names, expected_grads is not None, scratch_bytes, backend)
     expected: Tensor | None = None
     expected_names: tuple[str, ...] = ()
@@ -151,9 +154,9 @@ def fused_lm_head(
         total = targets.size(0)
         asked = AskedExpectation(expected_grads, names, rows, total, statistics_dtype)
     call = HeadCall(
-        float(transform.scale),
-        float(transform.softcap or 0.0),
-        float(temperature),
+        constants.scale,
+        constants.softcap,
+        constants.temperature,
         compute_dtype,
         inner_ignore,
         output_flags(names),

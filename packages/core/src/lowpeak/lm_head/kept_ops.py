@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
-from .chunks import accumulator_bytes, mean_weight
+from .chunks import mean_weight
 from .expectation import expectation_counter, judge
 from .ops import lm_head_backward
 from .output import DIFFERENTIABLE_NAMES
@@ -137,7 +137,8 @@ def lm_head_expected_backward(
         tensors = (hidden, weight, bias, targets, temperature_rows)
         transform = (scale, softcap, temperature, compute_dtype, ignore_index)
         if scratch_bytes is not None and keep[1]:  # what was kept is still there
-            scratch_bytes -= accumulator_bytes(kept[int(keep[0])].dtype, weight)
+            of_weight = kept[int(keep[0])]
+            scratch_bytes -= of_weight.nbytes if of_weight.dtype != weight.dtype else 0
         options = (skip_zero_rows, *needs, scratch_bytes, backend)
         return list(lm_head_backward(*tensors, saved, upstream, None, *transform, *options))
     factor = verdict.factor.to(statistics).reshape(1)

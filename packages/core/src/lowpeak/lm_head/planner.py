@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..kernels.lm_head_fold_product import SPAN_COLUMNS
+
 MiB = 1 << 20
 
 # A product of this many columns keeps a matrix unit busy whatever the number of rows.
@@ -185,6 +187,30 @@ def plan_tiles(phase: str, rows: int, columns: int, cost: TileCost, scratch_byte
     left = scratch_bytes - height * cost.per_row
     width = left // (height * cost.per_logit + cost.per_column)
     return TilePlan(height, _even(columns, max(width, smallest.columns), _COLUMN_STEP))
+
+
+def plan_products(
+    rows: int,
+    columns: int,
+    cast: int,
+    partial: int,
+    device_type: str,
+    scratch_bytes: int | None,
+) -> TilePlan | None:
+    """Rows and columns that one product with a softmax epilogue takes; None where none fits.
+
+    All columns where they need no cast of `cast` bytes each; else they are cut where partial sums
+    are, which take `partial` bytes a row, so that the same sums are made whatever the cut.
+    """
+    scratch = default_scratch_bytes(device_type) if scratch_bytes is None else scratch_bytes
+    width = columns
+    if cast:
+        width = min(columns, scratch // (2 * cast) // SPAN_COLUMNS * SPAN_COLUMNS)
+        scratch -= width * cast
+    height = scratch // (partial * max(-(-width // SPAN_COLUMNS), 1))
+    if not width or height < min(rows, _ROW_STEP):
+        return None
+    return TilePlan(_even(rows, height, _ROW_STEP), width)
 
 
 def _even(total: int, most: int, step: int) -> int:

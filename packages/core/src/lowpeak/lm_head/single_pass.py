@@ -17,7 +17,8 @@ from torch import Tensor
 from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_tile_triton
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
-from .chunks import Keep
+from ..kernels.lm_head_weight_gradient import accumulate_halves_triton
+from .chunks import Keep, accumulates_in_halves
 from .forward import empty_statistics, fold_tiles, folded_for
 from .gemm import add_product, product_into
 from .normalizer import NormalizerGradients
@@ -150,13 +151,15 @@ def _make_gradients(
     triton = use_triton(backend, inputs)
     fold = fold_tile_triton if triton else _fold_copy
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
-    walk = TileWalk(inputs, keep.plan(inputs, triton, scratch_bytes))
+    plan = keep.plan(inputs, triton, scratch_bytes)
+    walk = TileWalk(inputs, plan)
     buffer = walk.gradient_buffer()
     gradients: ChunkGradients | NormalizerGradients
     if keep.normalizer:
         gradients = NormalizerGradients(inputs, keep, targets, sums)
     else:
-        gradients = ChunkGradients(inputs, keep)
+        several = plan.rows < inputs.hidden.size(0)
+        gradients = ChunkGradients(inputs, keep, several and accumulates_in_halves(inputs, triton))
     for _, _, weight in walk.vocabulary_blocks():  # a single one
         for first, last in walk.row_blocks():
             part = sums.rows(first, last)
@@ -176,10 +179,15 @@ def _fold_copy(tile: Tensor, *arguments: object) -> None:
 
 
 class ChunkGradients:
-    """The gradients that are needed while chunks of rows are added to them, in order."""
+    """The gradients that are needed while chunks of rows are added to them, in order.
 
-    def __init__(self, inputs: HeadInputs, keep: Keep) -> None:
+    `halves`: the weight's is of 16 bits, and the lower halves of its float32 sums lie beside it.
+    """
+
+    def __init__(self, inputs: HeadInputs, keep: Keep, halves: bool) -> None:
         hidden, weight = inputs.hidden, inputs.weight
+        self._rows = hidden.size(0)
+        self._lower: Tensor | None = None
         self._dtype = inputs.statistics_dtype
         self._power: Tensor | None = None
         self._hidden = self._weight = self._bias = None
@@ -188,6 +196,8 @@ class ChunkGradients:
             self._hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
         if keep.weight is not None:
             self._weight = torch.empty(weight.shape, dtype=keep.weight, device=weight.device)
+            if halves:
+                self._lower = torch.empty(weight.shape, dtype=torch.int16, device=weight.device)
         if keep.bias:
             self._bias = torch.zeros(weight.size(0), dtype=self._dtype, device=weight.device)
 
@@ -211,7 +221,10 @@ class ChunkGradients:
                 if sums is not None and first:
                     sums.mul_(self._power / power)
         self._power = power
-        if self._weight is not None:
+        if self._weight is not None and self._lower is not None:
+            bounds = (first == 0, last == self._rows)
+            accumulate_halves_triton(tile, hidden, self._weight, self._lower, *bounds)
+        elif self._weight is not None:
             write = add_product if first else product_into
             write(self._weight, tile.t(), hidden)
         if self._bias is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..kernels.hopper_products import products_serve
 from ..kernels.logit_transform import TileTransform
 from .gemm import has_wide_output, product_into
 from .planner import TileCost, TilePlan, default_scratch_bytes, plan_tiles
@@ -88,6 +89,25 @@ def use_triton(backend: str, inputs: HeadInputs) -> bool:
     return True
 
 
+def use_products(backend: str, inputs: HeadInputs) -> bool:
+    """Whether the products with the softmax in their epilogue serve."""
+    if not use_triton(backend, inputs):
+        return False
+    # the cap's tanh costs the epilogue six times the product
+    if inputs.transform.softcap or inputs.transform.scale <= 0.0:
+        return False
+    return half_products_serve(inputs)
+
+
+def half_products_serve(inputs: HeadInputs) -> bool:
+    """Whether Hopper's kernels can read hidden and weight, once they are in the compute dtype."""
+    hidden, weight = (
+        x if x.dtype == inputs.compute_dtype else x[:0].to(inputs.compute_dtype)
+        for x in (inputs.hidden, inputs.weight)
+    )
+    return products_serve(hidden, weight)
+
+
 def tile_cost(inputs: HeadInputs, triton: bool, backward: bool, weight_block: bool) -> TileCost:
     """Scratch bytes per logit, column and row of one pass.
 
@@ -123,7 +143,8 @@ def head_plan(
 class TileWalk:
     """Tiles of raw logits in one reused buffer, vocabulary blocks outside, row blocks inside."""
 
-    def __init__(self, inputs: HeadInputs, plan: TilePlan) -> None:
+    def __init__(self, inputs: HeadInputs, plan: TilePlan, *, products: bool = False) -> None:
+        """`products`: the buffer is for gradients, since no logit leaves its product."""
         self.inputs = inputs
         self.plan = plan
         # logits [k, V] of the first rows that need no product
@@ -131,7 +152,7 @@ class TileWalk:
         self._column = 0
         self.hidden = inputs.hidden.to(inputs.compute_dtype)
         self._pitch = -(-self.plan.columns // 8) * 8  # aligned rows, whatever the vocabulary's size
-        self._buffer = self.new_buffer(inputs.tile_dtype)
+        self._buffer = self.new_buffer(inputs.compute_dtype if products else inputs.tile_dtype)
 
     def new_buffer(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised buffer for one tile."""
@@ -164,6 +185,10 @@ class TileWalk:
                 block = cast[: block.size(0)].copy_(block)
             self._column = start
             yield start, start + block.size(0), block
+
+    def gradient_room(self, start: int, end: int, block: Tensor) -> Tensor:
+        """Where the gradient of the logits of rows [start, end) goes, with `products`."""
+        return self.tile(self._buffer, end - start, block.size(0))
 
     def row_blocks(self) -> Iterator[tuple[int, int]]:
         """(start, end) of each block of rows."""
