@@ -11,6 +11,8 @@ import trl
 
 import lowpeak_trainers
 from lowpeak.lm_head import expectation_counts
+from lowpeak.models import fused_forward
+from lowpeak.models.expected_loss import expected_grads
 
 ONE = {"per_device_train_batch_size": 1}
 OLD = {"num_iterations": 2, "epsilon": 1e-3}  # old log-probabilities, and ratios that are clipped
@@ -24,7 +26,6 @@ FAST = {
     "dpo_sigmoid": ("DPO", ONE),
     "dpo_ipo": ("DPO", {**ONE, "loss_type": ["ipo"]}),
     "kto_apo_zero_unpaired": ("KTO", {**ONE, "loss_type": "apo_zero_unpaired"}),
-    "rloo": ("RLOO", {}),
     "grpo_dapo": ("GRPO", {}),
     "grpo_dapo_old": ("GRPO", OLD),
     "grpo_beta_old": ("GRPO", {**OLD, "beta": 0.1, "use_bias_correction_kl": True}),
@@ -96,13 +97,48 @@ def assert_none(caplog, because):
     assert because in caplog.text
 
 
-@pytest.mark.parametrize("sequences", [1, 4])
-def test_rloo_off_policy(sequences, tmp_path, caplog):
-    """Every second optimizer step; of one sequence even the ratio, clipped or not, is a factor."""
+def test_rloo_of_one_sequence(tmp_path, caplog):
+    """Off policy too: the ratio, clipped or not, is the common factor."""
     caplog.set_level(logging.INFO, logger="lowpeak.trainers")
-    options = {**OLD, "per_device_train_batch_size": sequences, "gradient_accumulation_steps": 4}
+    options = {**OLD, **ONE, "gradient_accumulation_steps": 4}
     methods.assert_parity("RLOO", tmp_path, options=steps(options))
-    assert_held(16 if sequences == 1 else 8, caplog)
+    assert_held(16, caplog)
+
+
+@pytest.mark.parametrize("options", [{}, OLD], ids=["on_policy", "two_iterations"])
+def test_rloo(options, tmp_path):
+    """On policy only, and where no rounding makes a ratio other than 1."""
+    options = steps({**options, "gradient_accumulation_steps": 2})
+    methods.assert_parity("RLOO", tmp_path, options=options)
+    counts = expectation_counts()["fused_lm_head"]
+    assert counts.held + counts.missed == (4 if "num_iterations" in options else 8)
+    assert counts.held > counts.missed
+
+
+def tied_reward(completion_ids, **kwargs):
+    """Every second group has no advantages."""
+    return [
+        0.0 if group % 2 else reward
+        for group in range(len(completion_ids) // 4)
+        for reward in methods.reward(completion_ids[4 * group : 4 * group + 4])
+    ]
+
+
+def test_tokens_without_an_advantage_are_known_beforehand(tmp_path, monkeypatch):
+    """Their rows then take no part in the products."""
+    shares = []
+
+    def noting(*arguments):
+        found = expected_grads(*arguments)
+        if found is not None:
+            shares.append((found["log_probs"] != 0).sum() / (arguments[3] != -100).sum())
+        return found
+
+    monkeypatch.setattr(fused_forward, "expected_grads", noting)
+    options = steps({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1})
+    methods.assert_parity("GRPO", tmp_path, options=options, reward_funcs=tied_reward)
+    assert len(shares) == 4
+    assert all(0.2 < share < 0.8 for share in shares), shares
 
 
 def test_grpo_of_one_sequence(tmp_path, caplog):

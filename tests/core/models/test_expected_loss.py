@@ -13,7 +13,13 @@ from tiny_models import tiny_model, token_batch
 from torch import Tensor
 
 from lowpeak.lm_head import expectation_counts, reset_expectations
-from lowpeak.models import ExpectedLoss, FusedCausalLMOutput, expecting, install_fused_forward
+from lowpeak.models import (
+    ExpectedLoss,
+    FusedCausalLMOutput,
+    expecting,
+    install_fused_forward,
+    reduce_memory,
+)
 
 OUTPUTS = ("log_probs", "entropy")
 
@@ -78,6 +84,19 @@ def test_holds_and_changes_nothing(name: str, layout: Any) -> None:
     assert_same_gradients(found[1], found[0])
     counts = expectation_counts()["fused_lm_head"]
     assert (counts.held, counts.missed) == (1, 0)
+
+
+def test_a_model_that_returns_its_loss_only_needs_not_be_told() -> None:
+    model, told = tiny_model("llama"), tiny_model("llama")
+    wanted = gradients(model, model(**token_batch()).loss)
+    reduce_memory(told)
+    for _ in range(2):
+        assert_same_gradients(
+            gradients(told, 0.5 * told(**token_batch()).loss),
+            {name: 0.5 * x for name, x in wanted.items()},
+        )
+    counts = expectation_counts()["fused_lm_head"]
+    assert (counts.held, counts.missed) == (2, 0)
 
 
 def refuse(output: FusedCausalLMOutput) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowpeak.models import ExpectedLoss, FusedCausalLMOutput
+from lowpeak.models import SUM_OF_LOG_PROBS, ExpectedLoss, FusedCausalLMOutput
 
 from .loss_replay import grpo_loss
 
@@ -29,15 +29,10 @@ def _log_probs(output: FusedCausalLMOutput, length: int) -> Tensor:
     return output.log_probs[:, -length:]
 
 
-def _total(output: FusedCausalLMOutput) -> Tensor:
-    assert output.log_probs is not None
-    return output.log_probs.sum()
-
-
 def _sft(trainer: Any, inputs: Mapping[str, Any]) -> Expectation:
     if trainer.args.loss_type == "nll":
         from_logits = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        return "the loss is computed from logits" if from_logits else ExpectedLoss(_total)
+        return "the loss is computed from logits" if from_logits else SUM_OF_LOG_PROBS
     if trainer.args.loss_type == "dft":
 
         def dft(output: FusedCausalLMOutput) -> Tensor:
@@ -74,13 +69,13 @@ def _kto(trainer: Any, inputs: Mapping[str, Any]) -> Expectation:
     sequences = inputs["input_ids"].size(0)
     if sequences != 1:
         return f"the gradients of {sequences} sequences in a batch follow from the loss only"
-    return ExpectedLoss(_total)
+    return SUM_OF_LOG_PROBS
 
 
 def _rloo(trainer: Any, inputs: Mapping[str, Any]) -> Expectation:
     sequences = inputs["completion_ids"].size(0)
     period = trainer.args.steps_per_generation * trainer.num_iterations
-    on_policy = trainer._step % period < trainer.current_gradient_accumulation_steps
+    on_policy = trainer._step % period < trainer.args.gradient_accumulation_steps
     if sequences != 1 and not on_policy:
         return "off policy, the gradients of a batch's sequences follow from the loss only"
 

@@ -1,6 +1,6 @@
 """transformers models with a fused LM head."""
 
-from .expected_loss import ExpectedLoss, expecting
+from .expected_loss import SUM_OF_LOG_PROBS, ExpectedLoss, expecting
 from .fused_forward import FusedForwardHandle, install_fused_forward
 from .layout import BatchLayout, Rearranged
 from .outputs import FusedCausalLMOutput
@@ -8,6 +8,7 @@ from .reduced import reduce_memory
 from .split import SplitCausalLM
 
 __all__ = [
+    "SUM_OF_LOG_PROBS",
     "BatchLayout",
     "ExpectedLoss",
     "FusedCausalLMOutput",

@@ -44,6 +44,15 @@ class ExpectedLoss:
 
 IGNORE_INDEX = -100
 
+
+def _sum_of_log_probs(output: FusedCausalLMOutput) -> Tensor:
+    assert output.log_probs is not None
+    return output.log_probs.sum()
+
+
+# All tokens weigh the same.
+SUM_OF_LOG_PROBS = ExpectedLoss(_sum_of_log_probs)
+
 _expected: ContextVar[ExpectedLoss | None] = ContextVar("lowpeak_expected_loss", default=None)
 
 
@@ -61,12 +70,16 @@ def expecting(loss: ExpectedLoss | None) -> Iterator[None]:
 
 
 def expected_loss(
+    told: ExpectedLoss | None,
     restore: Callable[[FusedCausalLMOutput], FusedCausalLMOutput] | None = None,
 ) -> ExpectedLoss | None:
-    """What the context expects of a call, whose outputs `restore` is then going to change."""
+    """What is expected of a call, whose outputs `restore` is then going to change.
+
+    `told`: None for what the context says.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    loss = _expected.get()
+    loss = _expected.get() if told is None else told
     if loss is None or restore is None:
         return loss
     of = loss.of

@@ -79,8 +79,12 @@ class FusedForward:
         labels: Tensor | None,
         shift_labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
+        expected: ExpectedLoss | None = None,
     ) -> FusedCausalLMOutput:
-        """Run the backbone of `model` on the `arguments` and score the labels."""
+        """Run the backbone of `model` on the `arguments` and score the labels.
+
+        `expected`: what the loss is going to be, None for what the context says.
+        """
         if shift_labels is None:
             if labels is None:
                 raise ValueError("fused_lm_head=True needs labels or shift_labels to score")
@@ -88,10 +92,10 @@ class FusedForward:
             rearranged = None if layout is None else layout(arguments, labels)
             if rearranged is not None:
                 labels = rearranged.labels
-                expected = expected_loss(rearranged.restore)
+                expected = expected_loss(expected, rearranged.restore)
                 given = (labels, None, num_items_in_batch, expected)
                 return rearranged.restore(self._run(model, rearranged.arguments, *given))
-        expected = expected_loss() if shift_labels is None else None
+        expected = expected_loss(expected) if shift_labels is None else None
         return self._run(model, arguments, labels, shift_labels, num_items_in_batch, expected)
 
     def _run(

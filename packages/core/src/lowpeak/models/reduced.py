@@ -20,6 +20,7 @@ from lowpeak.config import (
 )
 from lowpeak.pretrained import pretrained_model
 
+from .expected_loss import SUM_OF_LOG_PROBS
 from .fused_forward import (
     ForwardSettings,
     FusedForward,
@@ -115,7 +116,9 @@ def _loss_forward(fused: FusedForward, eval_logits: bool) -> Callable[..., Any]:
         if not checked:
             _check_loss(self, fused, given)
             checked = True
-        result = fused(self, arguments, labels, shift_labels, num_items_in_batch)
+        # the caller is given their mean only
+        expected = SUM_OF_LOG_PROBS
+        result = fused(self, arguments, labels, shift_labels, num_items_in_batch, expected)
         output = (
             CausalLMOutput(loss=result.loss)
             if result.aux_loss is None
