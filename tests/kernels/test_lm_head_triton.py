@@ -56,10 +56,14 @@ def test_a13_temperature_per_token(dtype: torch.dtype, device: torch.device) -> 
 
 @pytest.mark.parametrize("softcap", [1.0, 8.0, 1000.0])
 def test_a2_softcap_of_small_and_huge_logits(softcap: float, device: torch.device) -> None:
-    """tanh of small arguments keeps its relative accuracy, of large ones it saturates."""
+    """tanh of small arguments keeps its relative accuracy, of large ones it saturates.
+
+    A GPU takes many rows: of few, the largest error is a matter of luck, up to 10 times apart.
+    """
+    rows = 12 if device.type == "cpu" else 2000
     for logit_std in (0.01, 1.0, 300.0):
         transform = Transform(softcap=softcap, temperature=0.7)
-        case = make_case(12, 130, 20, device=device, transform=transform, logit_std=logit_std)
+        case = make_case(rows, 130, 20, device=device, transform=transform, logit_std=logit_std)
         case = replace(case, bias=None)
         assert_exact(case, backend="triton")
 

@@ -90,7 +90,16 @@ def test_wrong_expectations_cost_no_digit(
         assert counts() == ExpectationCounts(0, 0, 0) if kind == "zero" else counts().missed == 1
     plain = run(case, OUTPUTS, upstream)
     for name, gradient in plain.gradients.items():
-        assert torch.equal(ours.gradients[name], gradient), name
+        if device.type == "cpu":
+            assert torch.equal(ours.gradients[name], gradient), name
+        else:  # chunks and tiles are summed in another order there
+            digits = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                ours.gradients[name],
+                gradient,
+                rtol=digits,
+                atol=digits * float(gradient.abs().max()),
+            )
 
 
 @pytest.mark.parametrize("noise", [0.8e-6, 1.2e-6])

@@ -173,7 +173,10 @@ def test_peak_on_a_gpu(dtype: torch.dtype, frozen: str) -> None:
     names, scratch = CUDA_FROZEN[frozen], 32 * MiB
     case = make_case(4096, 65536, 512, dtype, "cuda", ignored=0.0, bias=False)
     found = footprint(case, ("log_probs", "entropy"), names, scratch)
-    allowed = int(1.01 * allowance(case, names, scratch))
+    allowed = allowance(case, names, scratch)
+    if frozen == "frozen_weight":
+        allowed += nbytes(case.hidden)  # kept by the forward, which this backward has no use for
+    allowed = int(1.01 * allowed)
     if dtype == torch.bfloat16:
         assert allowed < 4 * case.weight.numel()
     if "weight" in names:
