@@ -63,20 +63,6 @@ def test_b3_saved_head_trains_and_the_reference_keeps_the_original() -> None:
     assert disabled.loss.item() == pytest.approx(reference, abs=1e-5)
 
 
-def test_b1_lora_on_the_head_is_refused() -> None:
-    base = tiny_model("llama")
-    install_fused_forward(base)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
-    with pytest.raises(ValueError, match=r"modules_to_save=\['lm_head'\]"):
-        model(**token_batch(), fused_lm_head=True)
-    with pytest.raises(ValueError, match="adapter on the LM head"):
-        install_fused_forward(
-            get_peft_model(
-                tiny_model("llama"), LoraConfig(r=4, target_modules=["lm_head"])
-            ).get_base_model()
-        )
-
-
 def test_prompt_tuning_pads_the_labels() -> None:
     base = tiny_model("llama")
     install_fused_forward(base)

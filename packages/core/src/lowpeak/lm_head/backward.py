@@ -6,12 +6,15 @@ all rows where they fit one tile, else a float32 block of its own. There is no f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.lm_head_gradient_product import gradient_product_triton
 from .gemm import add_product, product_into
+from .low_rank_inputs import LowRankFactors, LowRankGradients
 from .planner import NOTHING, TileCost, TilePlan
 from .statistics import normalise
 from .tiles import (
@@ -29,21 +32,25 @@ def run_backward(
     inputs: HeadInputs,
     targets: Tensor,
     coefficients: RowCoefficients,
-    needs: tuple[bool, bool, bool],
+    needs: Sequence[bool],
     logits: Tensor | None,
     scratch_bytes: int | None,
     backend: str,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden [N, H], weight [V, H] and bias [V] in their own dtypes, where needed.
+) -> list[Tensor]:
+    """Gradients of hidden [N, H], weight [V, H], bias [V] and both factors of `inputs.low`, in
+    their own dtypes, those that are needed.
 
     `logits` [k, V or more]: the raw ones of the first rows, which are not recomputed then.
     """
     power = None
     if inputs.compute_dtype == torch.float16 and inputs.hidden.size(0):
         coefficients, power = normalise(coefficients, inputs.slope)
-    gradients = HeadGradients(inputs, needs, power)
+    gradients = HeadGradients(inputs, (needs[0], needs[1], needs[2]), power)
+    added = None
+    if inputs.low is not None:
+        added = LowRankGradients(inputs.low, (needs[3], needs[4]), inputs.statistics_dtype)
     if inputs.hidden.size(0) == 0:
-        return gradients.zeros()
+        return [*_present(gradients.zeros()), *_low_rank_results(inputs, added, needs)]
     products = logits is None and use_products(backend, inputs)
     triton = use_triton(backend, inputs)
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
@@ -72,9 +79,35 @@ def run_backward(
                 raw = walk.logits(first, last, block)
                 tile = walk.gradient_tile(buffer, raw)
                 gradient_of(raw, *rest, tile)
-            gradients.add(tile, (first, last), (start, end), block, hidden)
+            bounds = ((first, last), (start, end))
+            if inputs.low is None or added is None:
+                gradients.add(tile, *bounds, block, hidden)
+            else:
+                (own_hidden, u), (own_block, b) = (_parts(x, inputs) for x in (hidden, block))
+                gradients.add(tile, *bounds, own_block, own_hidden)
+                added.add(tile, *bounds, LowRankFactors(u, b), power)
         gradients.finish_block(start, end)
-    return gradients.finish()
+    return [*_present(gradients.finish()), *_low_rank_results(inputs, added, needs)]
+
+
+def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x for x in gradients if x is not None]
+
+
+def _parts(joined: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+    """What was put together: of the head itself, and of its low-rank addition."""
+    assert inputs.low is not None
+    width = inputs.weight.size(1)
+    return joined[:, :width], joined[:, width : width + inputs.low.rank]
+
+
+def _low_rank_results(
+    inputs: HeadInputs, added: LowRankGradients | None, needs: Sequence[bool]
+) -> list[Tensor]:
+    if inputs.low is None or added is None:
+        return []
+    owners = [x for x, need in zip(inputs.low, needs[3:], strict=True) if need]
+    return [x.to(owner.dtype) for x, owner in zip(added.finish(), owners, strict=True)]
 
 
 class HeadGradients:

@@ -18,8 +18,9 @@ class Keep(NamedTuple):
 
     `weight`: the dtype of the weight's, None for none. The phase is "expected", "frozen", or ""
     where nothing is kept. `normalizer`: in the phase "frozen", that of log_normalizer in hidden
-    too. In the phase "logits", the first `logits` rows of them for a backward that recomputes the
-    others.
+    too. `low_hidden`, `low_weight`: those of the factors of a low-rank addition, in the statistics'
+    dtype. In the phase "logits", the first `logits` rows of them for a backward that recomputes
+    the others.
     """
 
     phase: str = ""
@@ -27,12 +28,22 @@ class Keep(NamedTuple):
     weight: torch.dtype | None = None
     bias: bool = False
     normalizer: bool = False
+    low_hidden: bool = False
+    low_weight: bool = False
     logits: int = 0
 
     @property
-    def flags(self) -> tuple[bool, bool, bool]:
-        """For hidden, weight and bias, whether its gradient is kept."""
-        return self.hidden, self.weight is not None, self.bias
+    def flags(self) -> tuple[bool, ...]:
+        """For hidden, weight, bias and both factors of a low-rank addition, whether its gradient is
+        kept."""
+        return self.hidden, self.weight is not None, self.bias, self.low_hidden, self.low_weight
+
+    def row_places(self) -> list[int]:
+        """Which of the kept gradients have a row for each token."""
+        places = list(range(self.hidden + self.normalizer))
+        if self.low_hidden:
+            places.append(len(places) + (self.weight is not None) + self.bias)
+        return places
 
     def hidden_dtype(self, hidden: torch.dtype, compute: torch.dtype) -> torch.dtype:
         """The dtype of hidden's gradient.
@@ -85,6 +96,8 @@ class Keep(NamedTuple):
             # temporaries of the torch twins: at most five of the statistics' dtype and two masks
             per_logit += 5 * statistics + 2
         per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
+        if inputs.low is not None and inputs.low.weight.dtype != inputs.compute_dtype:
+            per_column += compute * inputs.low.rank
         per_row = 4 * statistics * width if self.normalizer else 0
         if scratch_bytes is not None:
             per_column += self._accumulator_bytes(inputs, triton) // inputs.weight.size(0)
@@ -93,6 +106,7 @@ class Keep(NamedTuple):
             kept = self.hidden_dtype(inputs.hidden.dtype, inputs.compute_dtype)
             if self.hidden and (self.normalizer or kept != inputs.compute_dtype):
                 per_column += statistics * width
+            per_column += 0 if inputs.low is None else statistics * inputs.low.rank
             per_row += statistics * width
             per_logit += statistics if triton else 0
         return TileCost(per_logit, per_column, per_row)
@@ -122,19 +136,24 @@ def choose_keep(
     backend: str,
 ) -> Keep:
     """What a call of the head keeps. `expected`: the caller expects upstream gradients."""
-    tensors = (inputs.hidden, inputs.weight, inputs.bias)
-    hidden, weight, bias = (x is not None and x.requires_grad for x in tensors)
-    if not torch.is_grad_enabled() or not (hidden or weight or bias):
+    low = inputs.low or (None, None)
+    tensors = (inputs.hidden, inputs.weight, inputs.bias, *low)
+    needs = [x is not None and x.requires_grad for x in tensors]
+    if not torch.is_grad_enabled() or not any(needs):
         return Keep()
+    hidden, weight, bias, low_hidden, low_weight = needs
     triton = use_triton(backend, inputs)
     sums = inputs.statistics_dtype
     if accumulates_in_halves(inputs, triton):
         sums = inputs.weight.dtype
-    keep = Keep("expected", hidden, sums if weight else None, bias)
+    of_weight = sums if weight else None
+    keep = Keep("expected", hidden, of_weight, bias, False, low_hidden, low_weight)
     if expected and _believed("fused_lm_head") and keep.fits(inputs, triton, scratch_bytes):
         return keep
     keep = Keep("frozen", hidden=True, normalizer="log_normalizer" in names)
-    serves = not (weight or bias) and "log_probs" in names and _believed(FROZEN)
+    serves = (
+        not (weight or bias) and inputs.low is None and "log_probs" in names and _believed(FROZEN)
+    )
     if serves and keep.fits(inputs, triton, scratch_bytes):
         return keep
     rows = 0

@@ -100,10 +100,7 @@ def fold_tiles(
 def _products_plan(
     inputs: HeadInputs, folded: Folded, scratch_bytes: int | None
 ) -> TilePlan | None:
-    (rows, width), vocabulary = inputs.hidden.shape, inputs.weight.size(0)
-    cast = width * inputs.compute_dtype.itemsize
-    if inputs.weight.dtype == inputs.compute_dtype:
-        cast = 0
+    rows, vocabulary, cast = inputs.hidden.size(0), inputs.weight.size(0), inputs.block_bytes
     device = inputs.hidden.device.type
     return plan_products(rows, vocabulary, cast, partial_bytes(folded), device, scratch_bytes)
 
@@ -112,9 +109,10 @@ def _fold_products(
     inputs: HeadInputs, targets: Tensor, sums: RowStatistics, folded: Folded, plan: TilePlan
 ) -> None:
     """`fold_tiles` where no logit needs to leave its product: scratch for casts and sums alone."""
-    weight, hidden = inputs.weight, inputs.hidden.to(inputs.compute_dtype)
-    for start in range(0, weight.size(0), plan.columns):
-        block = weight[start : start + plan.columns].to(inputs.compute_dtype)
+    hidden, vocabulary = inputs.product_hidden(), inputs.weight.size(0)
+    room = inputs.product_room(plan.columns)
+    for start in range(0, vocabulary, plan.columns):
+        block = inputs.product_block(start, min(start + plan.columns, vocabulary), room)
         bias = slice_or_none(inputs.bias, start, start + plan.columns)
         for first in range(0, hidden.size(0), plan.rows):
             rows = slice(first, min(first + plan.rows, hidden.size(0)))
@@ -130,4 +128,3 @@ def _fold_products(
                 inputs.transform,
                 folded,
             )
-        del block  # before the next one is cast

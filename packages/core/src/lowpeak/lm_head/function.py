@@ -12,6 +12,7 @@ from .chunks import Keep
 from .expectation import FROZEN, expectation_counter
 from .expected import AskedExpectation
 from .kept_ops import lm_head_expected_backward, lm_head_unit_backward
+from .low_rank_inputs import LowRankFactors
 from .ops import SAVED_NAMES, lm_head_backward, lm_head_forward, result_names
 from .output import DIFFERENTIABLE_NAMES
 from .single_pass import ExpectedSource, run_single_pass
@@ -60,12 +61,14 @@ class FusedLMHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature_rows: Tensor | None,
+        low_hidden: Tensor | None,
+        low_weight: Tensor | None,
         expected: Tensor | None,
         call: HeadCall,
         asked: AskedExpectation | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        tensors = (hidden, weight, bias, targets, temperature_rows)
+        tensors = (hidden, weight, bias, targets, temperature_rows, low_hidden, low_weight)
         names = result_names(call.outputs)
         if asked is not None:
             results, expected, call = _ask(tensors, call, asked)
@@ -97,15 +100,15 @@ class FusedLMHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         everything = ctx.saved_tensors
-        tensors, saved, kept = everything[:5], everything[5:10], everything[11:]
+        tensors, saved, kept = everything[:7], everything[7:12], everything[13:]
         call: HeadCall = ctx.call
         given = dict(zip(ctx.names, upstream, strict=True))
         arriving = {name for name in DIFFERENTIABLE_NAMES if given.get(name) is not None}
-        needs = ctx.needs_input_grad[:3]
+        needs = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
         ordered = [given.get(name) for name in DIFFERENTIABLE_NAMES]
         rest = (*call.transform, call.skip_zero_rows, *needs, call.scratch_bytes, call.backend)
         if call.expected:
-            expected = _listed(everything[10], call.expected)
+            expected = _listed(everything[12], call.expected)
             gradients = lm_head_expected_backward(
                 *tensors, saved, ordered, expected, call.keep.flags, kept, *rest
             )
@@ -116,7 +119,7 @@ class FusedLMHead(torch.autograd.Function):
             gradients = lm_head_unit_backward(
                 unit,
                 kept[1] if call.keep.normalizer else None,
-                *tensors[1:],
+                *tensors[1:5],
                 given.get("log_probs"),
                 given.get("log_normalizer"),
                 given.get("mean_logits"),
@@ -130,7 +133,14 @@ class FusedLMHead(torch.autograd.Function):
             logits = kept[0] if call.keep.phase == "logits" else None
             gradients = lm_head_backward(*tensors, saved, ordered, logits, *rest)
         remaining = iter(gradients)
-        return (*(next(remaining) if need else None for need in needs), *(None,) * 5)
+        results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for place, need in zip(_DIFFERENTIABLE, needs, strict=True):
+            results[place] = next(remaining) if need else None
+        return tuple(results)
+
+
+# The arguments that have gradients, in the operators' order.
+_DIFFERENTIABLE = (0, 1, 2, 5, 6)
 
 
 def unit_names(call: HeadCall) -> set[str]:
@@ -165,15 +175,25 @@ def _listed(expected: Tensor | None, names: tuple[str, ...]) -> list[Tensor | No
 
 
 def _ask(
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None],
+    tensors: tuple[Tensor | None, ...],
     call: HeadCall,
     asked: AskedExpectation,
 ) -> tuple[list[Tensor], Tensor, HeadCall]:
     """The operator's forward in Python, since an operator cannot take a function."""
-    hidden, weight, bias, targets, temperature_rows = tensors
+    hidden, weight, bias, targets, temperature_rows, *factors = tensors
+    assert hidden is not None
+    assert weight is not None
+    assert targets is not None
     transform = TileTransform(*call.transform[:3])
-    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, call.compute_dtype)
-    inputs = inputs.selected(None)
+    inputs = HeadInputs(
+        hidden,
+        weight,
+        bias,
+        temperature_rows,
+        transform,
+        call.compute_dtype,
+        low=LowRankFactors.of(*factors),
+    ).selected(None)
     names = result_names(call.outputs)
     with torch.autocast(hidden.device.type, enabled=False):
         results, kept = run_single_pass(

@@ -103,6 +103,8 @@ def lm_head_expected_backward(
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
+    low_hidden: Tensor | None,
+    low_weight: Tensor | None,
     saved: Sequence[Tensor | None],
     upstream: Sequence[Tensor | None],
     expected: Sequence[Tensor | None],
@@ -117,6 +119,8 @@ def lm_head_expected_backward(
     needs_hidden: bool,
     needs_weight: bool,
     needs_bias: bool,
+    needs_low_hidden: bool,
+    needs_low_weight: bool,
     scratch_bytes: int | None,
     backend: str,
 ) -> list[Tensor]:
@@ -132,9 +136,9 @@ def lm_head_expected_backward(
     )
     if verdict.counts:
         expectation_counter("fused_lm_head").record(verdict.held)
-    needs = (needs_hidden, needs_weight, needs_bias)
+    needs = (needs_hidden, needs_weight, needs_bias, needs_low_hidden, needs_low_weight)
     if not verdict.held:
-        tensors = (hidden, weight, bias, targets, temperature_rows)
+        tensors = (hidden, weight, bias, targets, temperature_rows, low_hidden, low_weight)
         transform = (scale, softcap, temperature, compute_dtype, ignore_index)
         if scratch_bytes is not None and keep[1]:  # what was kept is still there
             of_weight = kept[int(keep[0])]
@@ -144,7 +148,8 @@ def lm_head_expected_backward(
     factor = verdict.factor.to(statistics).reshape(1)
     remaining = iter(kept)
     results = []
-    for like, was_kept, need in zip((hidden, weight, bias), keep, needs, strict=True):
+    owners = (hidden, weight, bias, low_hidden, low_weight)
+    for like, was_kept, need in zip(owners, keep, needs, strict=True):
         source = next(remaining) if was_kept else None
         if need and source is not None and like is not None:
             results.append(_scaled(source, factor, like))
@@ -158,6 +163,8 @@ def _(
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
+    low_hidden: Tensor | None,
+    low_weight: Tensor | None,
     saved: Sequence[Tensor | None],
     upstream: Sequence[Tensor | None],
     expected: Sequence[Tensor | None],
@@ -172,10 +179,14 @@ def _(
     needs_hidden: bool,
     needs_weight: bool,
     needs_bias: bool,
+    needs_low_hidden: bool,
+    needs_low_weight: bool,
     scratch_bytes: int | None,
     backend: str,
 ) -> list[Tensor]:
-    needed = ((hidden, needs_hidden), (weight, needs_weight), (bias, needs_bias))
+    tensors = (hidden, weight, bias, low_hidden, low_weight)
+    needs = (needs_hidden, needs_weight, needs_bias, needs_low_hidden, needs_low_weight)
+    needed = zip(tensors, needs, strict=True)
     return [x.new_empty(x.shape) for x, need in needed if need and x is not None]
 
 

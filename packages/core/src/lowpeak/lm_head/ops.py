@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.logit_transform import TileTransform
 from .backward import run_backward
 from .chunks import Keep
+from .low_rank_inputs import LowRankFactors
 from .output import DIFFERENTIABLE_NAMES, OUTPUT_NAMES
 from .passes import HeadRows, pays_to_select, run_head
 from .refusals import double_backward_error
@@ -42,6 +43,8 @@ def lm_head_forward(
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
+    low_hidden: Tensor | None,
+    low_weight: Tensor | None,
     scale: float,
     softcap: float,
     temperature: float,
@@ -53,6 +56,8 @@ def lm_head_forward(
     keep_weight: torch.dtype | None,
     keep_bias: bool,
     keep_normalizer: bool,
+    keep_low_hidden: bool,
+    keep_low_weight: bool,
     keep_logits: int,
     expected: Sequence[Tensor | None],
     active: int | None,
@@ -61,20 +66,33 @@ def lm_head_forward(
 ) -> list[Tensor]:
     """Statistics of hidden [N, H], one [N] tensor for each of `result_names(outputs)`.
 
-    Then the gradients of hidden, weight and bias that are to be kept: for the `expected` upstream
-    gradients [N] of DIFFERENTIABLE_NAMES, zero but for the first `active` rows; or, where the list
+    `low_hidden` [N, R] @ `low_weight` [V, R].T is added to the raw logits.
+
+    Then the gradients of hidden, weight, bias, low_hidden and low_weight that are to be kept: for
+    the `expected` upstream gradients [N] of DIFFERENTIABLE_NAMES, zero but for the first `active`
+    rows; or, where the list
     is empty, the gradients of hidden for log_probs gradients of 1 and, with `keep_normalizer`, for
     log_normalizer gradients of 1. Or the raw logits of the first `keep_logits` rows.
     """
     transform = TileTransform(scale, softcap, temperature)
-    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
+    low = LowRankFactors.of(low_hidden, low_weight)
+    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype, low=low)
     rows = HeadRows.of(inputs, targets, _named(expected, compute_dtype), ignore_index, active)
     names = result_names(outputs)
-    keep = Keep(phase, keep_hidden, keep_weight, keep_bias, keep_normalizer, keep_logits)
+    keep = Keep(
+        phase,
+        keep_hidden,
+        keep_weight,
+        keep_bias,
+        keep_normalizer,
+        keep_low_hidden,
+        keep_low_weight,
+        keep_logits,
+    )
     with torch.autocast(hidden.device.type, enabled=False):
         results, kept = run_head(rows, names, keep, scratch_bytes, backend)
     total = hidden.size(0)
-    for place in range(keep_hidden + keep_normalizer):
+    for place in keep.row_places():
         kept[place] = scattered(kept[place], rows.active_places, total)
     return [*(scattered(results[name], rows.places, total) for name in names), *kept]
 
@@ -86,6 +104,8 @@ def _(
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
+    low_hidden: Tensor | None,
+    low_weight: Tensor | None,
     scale: float,
     softcap: float,
     temperature: float,
@@ -97,6 +117,8 @@ def _(
     keep_weight: torch.dtype | None,
     keep_bias: bool,
     keep_normalizer: bool,
+    keep_low_hidden: bool,
+    keep_low_weight: bool,
     keep_logits: int,
     expected: Sequence[Tensor | None],
     active: int | None,
@@ -117,6 +139,10 @@ def _(
         results.append(hidden.new_empty(vocabulary, width, dtype=keep_weight))
     if keep_bias:
         results.append(hidden.new_empty(vocabulary, dtype=dtype))
+    if keep_low_hidden and low_hidden is not None:
+        results.append(hidden.new_empty(height, low_hidden.size(1), dtype=dtype))
+    if keep_low_weight and low_weight is not None:
+        results.append(hidden.new_empty(low_weight.shape, dtype=dtype))
     if keep_logits:
         kind = dtype if compute_dtype == torch.float16 else compute_dtype
         results.append(hidden.new_empty(keep_logits, -(-vocabulary // 8) * 8, dtype=kind))
@@ -130,6 +156,8 @@ def lm_head_backward(
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
+    low_hidden: Tensor | None,
+    low_weight: Tensor | None,
     saved: Sequence[Tensor | None],
     upstream: Sequence[Tensor | None],
     logits: Tensor | None,
@@ -142,21 +170,25 @@ def lm_head_backward(
     needs_hidden: bool,
     needs_weight: bool,
     needs_bias: bool,
+    needs_low_hidden: bool,
+    needs_low_weight: bool,
     scratch_bytes: int | None,
     backend: str,
 ) -> list[Tensor]:
-    """Gradients of hidden, weight and bias, those that are needed, in this order.
+    """Gradients of hidden, weight, bias, low_hidden and low_weight, those that are needed, in this
+    order.
 
     `saved` follows SAVED_NAMES, `upstream` DIFFERENTIABLE_NAMES; both hold [N] tensors or None.
     `logits`: the raw ones of the first rows, where they were kept. `skip_zero_rows`: rows without
     an upstream gradient cost nothing, and one host synchronisation.
     """
     transform = TileTransform(scale, softcap, temperature)
-    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype)
+    low = LowRankFactors.of(low_hidden, low_weight)
+    inputs = HeadInputs(hidden, weight, bias, temperature_rows, transform, compute_dtype, low=low)
     rows = HeadRows.of(inputs, targets, {}, ignore_index, None)
     places = rows.places
     gradients = {name: gathered(x, places) for name, x in _named(upstream, compute_dtype).items()}
-    needs = (needs_hidden, needs_weight, needs_bias)
+    needs = (needs_hidden, needs_weight, needs_bias, needs_low_hidden, needs_low_weight)
     if scratch_bytes is not None and logits is not None:
         scratch_bytes -= logits.numel() * logits.element_size()
     if skip_zero_rows:
@@ -174,12 +206,14 @@ def lm_head_backward(
     gradients = {name: x.contiguous() for name, x in gradients.items()}
     with torch.autocast(hidden.device.type, enabled=False):
         coefficients = row_coefficients(statistics, gradients, weight.size(0))
-        grad_hidden, grad_weight, grad_bias = run_backward(
+        found = run_backward(
             rows.inputs, rows.targets, coefficients, needs, logits, scratch_bytes, backend
         )
-    if grad_hidden is not None:
-        grad_hidden = scattered(grad_hidden, places, hidden.size(0))
-    return [x for x in (grad_hidden, grad_weight, grad_bias) if x is not None]
+    needed = [of_rows for of_rows, need in zip(_OF_ROWS, needs, strict=True) if need]
+    return [
+        scattered(x, places, hidden.size(0)) if of_rows else x
+        for x, of_rows in zip(found, needed, strict=True)
+    ]
 
 
 @lm_head_backward.register_fake
@@ -189,6 +223,8 @@ def _(
     bias: Tensor | None,
     targets: Tensor,
     temperature_rows: Tensor | None,
+    low_hidden: Tensor | None,
+    low_weight: Tensor | None,
     saved: Sequence[Tensor | None],
     upstream: Sequence[Tensor | None],
     logits: Tensor | None,
@@ -201,14 +237,22 @@ def _(
     needs_hidden: bool,
     needs_weight: bool,
     needs_bias: bool,
+    needs_low_hidden: bool,
+    needs_low_weight: bool,
     scratch_bytes: int | None,
     backend: str,
 ) -> list[Tensor]:
-    needed = ((hidden, needs_hidden), (weight, needs_weight), (bias, needs_bias))
+    tensors = (hidden, weight, bias, low_hidden, low_weight)
+    needs = (needs_hidden, needs_weight, needs_bias, needs_low_hidden, needs_low_weight)
+    needed = zip(tensors, needs, strict=True)
     return [x.new_empty(x.shape) for x, need in needed if need and x is not None]
 
 
 lm_head_backward.register_autograd(double_backward_error("fused_lm_head"))
+
+
+# Whether a gradient has a row for each token.
+_OF_ROWS = (True, False, False, True, False)
 
 
 def _named(values: Sequence[Tensor | None], compute_dtype: torch.dtype) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .chunks import Keep, logits_pitch
 from .forward import run_forward
+from .low_rank_inputs import LowRankGradients
 from .rows import gathered, nonzero, order_rows
 from .single_pass import ExpectedSource, TargetSource, run_single_pass
 from .tiles import HeadInputs
@@ -108,9 +109,7 @@ def empty_logits(inputs: HeadInputs, rows: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=inputs.hidden.device)
 
 
-def pays_to_select(
-    busy: int, rows: int, logits: Tensor | None, needs: tuple[bool, bool, bool]
-) -> bool:
+def pays_to_select(busy: int, rows: int, logits: Tensor | None, needs: Sequence[bool]) -> bool:
     """Whether a backward over the `busy` rows alone takes fewer products than one over all.
 
     Only the latter can use kept logits.
@@ -130,4 +129,7 @@ def _zeros(inputs: HeadInputs, keep: Keep) -> list[Tensor]:
         kept.append(inputs.weight.new_zeros(vocabulary, width, dtype=keep.weight))
     if keep.bias:
         kept.append(inputs.weight.new_zeros(vocabulary, dtype=inputs.statistics_dtype))
+    if inputs.low is not None:
+        low, needs = inputs.low.rows(0, 0), (keep.low_hidden, keep.low_weight)
+        kept += LowRankGradients(low, needs, inputs.statistics_dtype).finish()
     return kept

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import Tensor
 
 from ..kernels.logit_transform import TileTransform
 from .chunks import choose_keep
 from .gemm import product_dtype
+from .low_rank import LowRank, check_low_rank, low_rank_factors
 from .tiles import HeadInputs
 
 
@@ -15,6 +19,7 @@ def single_pass_serves(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    low_rank: LowRank | Sequence[LowRank] | None = None,
     scratch_bytes: int | None = None,
     backend: str = "auto",
 ) -> bool:
@@ -25,5 +30,7 @@ def single_pass_serves(
     """
     flat = hidden.reshape(-1, hidden.size(-1))
     dtype = product_dtype(hidden, weight)
-    inputs = HeadInputs(flat, weight, bias, None, TileTransform(), dtype)
+    additions = [replace(x, b=x.b[:0]) for x in check_low_rank(low_rank, hidden, weight)]
+    low = low_rank_factors(flat[:0], additions)
+    inputs = HeadInputs(flat, weight, bias, None, TileTransform(), dtype, low=low)
     return choose_keep(inputs, ("log_probs",), True, scratch_bytes, backend).phase == "expected"

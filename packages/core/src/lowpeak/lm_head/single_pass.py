@@ -21,6 +21,7 @@ from ..kernels.lm_head_weight_gradient import accumulate_halves_triton
 from .chunks import Keep, accumulates_in_halves
 from .forward import empty_statistics, fold_tiles, folded_for
 from .gemm import add_product, product_into
+from .low_rank_inputs import LowRankGradients
 from .normalizer import NormalizerGradients
 from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
 from .tiles import HeadInputs, TileWalk, use_triton
@@ -123,8 +124,8 @@ def run_single_pass(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The outputs `names` of each row [N], and the gradients to keep.
 
-    The gradients are those of hidden [active, H], weight [V, H] and bias [V]; only the first
-    `active` > 0 rows have one.
+    The gradients are those of hidden [active, H], weight [V, H], bias [V] and the factors of a
+    low-rank addition, [active, R] and [V, R]; only the first `active` > 0 rows have one.
     """
     sums = empty_statistics(inputs, names)
     folded = folded_for(names)
@@ -152,7 +153,7 @@ def _make_gradients(
     fold = fold_tile_triton if triton else _fold_copy
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     plan = keep.plan(inputs, triton, scratch_bytes)
-    walk = TileWalk(inputs, plan)
+    walk = TileWalk(inputs, plan, apart=True)
     buffer = walk.gradient_buffer()
     gradients: ChunkGradients | NormalizerGradients
     if keep.normalizer:
@@ -160,7 +161,11 @@ def _make_gradients(
     else:
         several = plan.rows < inputs.hidden.size(0)
         gradients = ChunkGradients(inputs, keep, several and accumulates_in_halves(inputs, triton))
-    for _, _, weight in walk.vocabulary_blocks():  # a single one
+    added = None
+    if inputs.low is not None:
+        needs = (keep.low_hidden, keep.low_weight)
+        added = LowRankGradients(inputs.low, needs, inputs.statistics_dtype)
+    for start, end, weight in walk.vocabulary_blocks():  # a single one
         for first, last in walk.row_blocks():
             part = sums.rows(first, last)
             logits = walk.logits(first, last, weight)
@@ -170,7 +175,10 @@ def _make_gradients(
             tile = walk.gradient_tile(buffer, logits)
             gradient_of(logits, *common, coefficients, 0, inputs.transform, tile)
             gradients.add(tile, first, last, weight, walk.hidden[first:last], power)
-    return gradients.finish()
+            if added is not None and walk.low is not None:
+                low = walk.low.rows(first, last)
+                added.add(tile, (first, last), (start, end), low, power)
+    return [*gradients.finish(), *([] if added is None else added.finish())]
 
 
 def _fold_copy(tile: Tensor, *arguments: object) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..kernels.hopper_products import products_serve
 from ..kernels.logit_transform import TileTransform
-from .gemm import has_wide_output, product_into
+from .gemm import add_product, has_wide_output, product_into
+from .low_rank_inputs import LowRankFactors, join_into, joined, joined_width
 from .planner import TileCost, TilePlan, default_scratch_bytes, plan_tiles
 from .rows import gathered
 
@@ -22,7 +23,8 @@ class HeadInputs:
     """A head's inputs after the checks, and the dtype of the products.
 
     hidden [N, H], weight [V, H], bias [V], temperature [N] in the statistics' dtype in place of the
-    transform's own. `wide_tiles`: float32 logits from half-precision products.
+    transform's own. `wide_tiles`: float32 logits from half-precision products. `low`: an addition
+    to the logits.
     """
 
     hidden: Tensor
@@ -32,6 +34,7 @@ class HeadInputs:
     transform: TileTransform
     compute_dtype: torch.dtype
     wide_tiles: bool = False
+    low: LowRankFactors | None = None
 
     def selected(self, rows: Tensor | None) -> HeadInputs:
         """The inputs cut down to `rows` (None: all), with the strides that the kernels read."""
@@ -43,12 +46,49 @@ class HeadInputs:
             hidden=gathered(self.hidden, rows),
             bias=None if self.bias is None else self.bias.contiguous(),
             temperature=temperature,
+            low=None if self.low is None else self.low.selected(rows),
         )
 
     def rows(self, start: int, end: int) -> HeadInputs:
         """The inputs of rows [start, end), as views."""
         temperature = slice_or_none(self.temperature, start, end)
-        return replace(self, hidden=self.hidden[start:end], temperature=temperature)
+        low = None if self.low is None else self.low.rows(start, end)
+        return replace(self, hidden=self.hidden[start:end], temperature=temperature, low=low)
+
+    def product_hidden(self) -> Tensor:
+        """What is multiplied with each block of `product_block`: [N, H], or more with `low`."""
+        if self.low is None:
+            return self.hidden.to(self.compute_dtype)
+        return joined(self.hidden, self.low.hidden, self.compute_dtype)
+
+    def product_block(self, start: int, end: int, room: Tensor | None) -> Tensor:
+        """The weight of the vocabulary [start, end) in the compute dtype, with that of `low`.
+
+        It is made in `room`, from `product_room`, where it is no part of the weight itself.
+        """
+        block = self.weight[start:end]
+        if room is None:
+            return block
+        if self.low is None:
+            return room[: block.size(0)].copy_(block)
+        return join_into(room, block, self.low.weight[start:end])
+
+    def product_room(self, columns: int) -> Tensor | None:
+        """Room for a block of so many columns, None where a block is a part of the weight."""
+        if not self.block_bytes:
+            return None
+        width = self.weight.size(1)
+        shape = (columns, joined_width(width, self.low))
+        room = torch.empty(shape, dtype=self.compute_dtype, device=self.weight.device)
+        room[:, width:].zero_()
+        return room
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a vocabulary entry takes in `product_room`."""
+        if self.low is None and self.weight.dtype == self.compute_dtype:
+            return 0
+        return joined_width(self.weight.size(1), self.low) * self.compute_dtype.itemsize
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -96,6 +136,9 @@ def use_products(backend: str, inputs: HeadInputs) -> bool:
     # the cap's tanh costs the epilogue six times the product
     if inputs.transform.softcap or inputs.transform.scale <= 0.0:
         return False
+    if inputs.low is not None:  # what is multiplied is put together beforehand
+        shape = (0, joined_width(inputs.weight.size(1), inputs.low))
+        return products_serve(inputs.hidden.new_empty(shape, dtype=inputs.compute_dtype))
     return half_products_serve(inputs)
 
 
@@ -114,15 +157,15 @@ def tile_cost(inputs: HeadInputs, triton: bool, backward: bool, weight_block: bo
     `weight_block`: whether a block of the weight's gradient is accumulated outside the result.
     """
     compute, statistics = inputs.compute_dtype.itemsize, inputs.statistics_dtype.itemsize
-    width = inputs.weight.size(1)
+    width = joined_width(inputs.weight.size(1), inputs.low)
     per_logit = inputs.tile_dtype.itemsize
     if backward and inputs.tile_dtype != inputs.compute_dtype:
         per_logit += compute
     if not triton:
         # temporaries of the torch twins: at most five of the statistics' dtype and two masks
         per_logit += 5 * statistics + 2
-    per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
-    per_column += statistics * width if weight_block else 0
+    per_column = inputs.block_bytes
+    per_column += statistics * inputs.weight.size(1) if weight_block else 0
     per_row = 0
     half = inputs.compute_dtype in HALF_DTYPES
     if half and not has_wide_output(inputs.hidden.device, inputs.compute_dtype):
@@ -143,14 +186,21 @@ def head_plan(
 class TileWalk:
     """Tiles of raw logits in one reused buffer, vocabulary blocks outside, row blocks inside."""
 
-    def __init__(self, inputs: HeadInputs, plan: TilePlan, *, products: bool = False) -> None:
-        """`products`: the buffer is for gradients, since no logit leaves its product."""
+    def __init__(
+        self, inputs: HeadInputs, plan: TilePlan, *, products: bool = False, apart: bool = False
+    ) -> None:
+        """`products`: the buffer is for gradients, since no logit leaves its product. `apart`: a
+        low-rank addition takes a product of its own, for tiles of all the vocabulary."""
+        # the addition's factors that rows and blocks do not hold
+        self.low: LowRankFactors | None = None
+        if apart and inputs.low is not None:
+            self.low, inputs = inputs.low.to(inputs.compute_dtype), replace(inputs, low=None)
         self.inputs = inputs
         self.plan = plan
         # logits [k, V] of the first rows that need no product
         self.kept: Tensor | None = None
         self._column = 0
-        self.hidden = inputs.hidden.to(inputs.compute_dtype)
+        self.hidden = inputs.product_hidden()
         self._pitch = -(-self.plan.columns // 8) * 8  # aligned rows, whatever the vocabulary's size
         self._buffer = self.new_buffer(inputs.compute_dtype if products else inputs.tile_dtype)
 
@@ -174,17 +224,13 @@ class TileWalk:
 
     def vocabulary_blocks(self) -> Iterator[tuple[int, int, Tensor]]:
         """(start, end, weight[start:end] in the compute dtype); a block is good until the next."""
-        weight, dtype = self.inputs.weight, self.inputs.compute_dtype
-        cast: Tensor | None = None
-        if weight.dtype != dtype:  # one buffer: two casts would be alive while the next is made
-            shape = (self.plan.columns, weight.size(1))
-            cast = torch.empty(shape, dtype=dtype, device=weight.device)
-        for start in range(0, weight.size(0), self.plan.columns):
-            block = weight[start : start + self.plan.columns]
-            if cast is not None:
-                block = cast[: block.size(0)].copy_(block)
+        total = self.inputs.weight.size(0)
+        # one buffer: two blocks would be alive while the next is made
+        room = self.inputs.product_room(self.plan.columns)
+        for start in range(0, total, self.plan.columns):
+            end = min(start + self.plan.columns, total)
             self._column = start
-            yield start, start + block.size(0), block
+            yield start, end, self.inputs.product_block(start, end, room)
 
     def gradient_room(self, start: int, end: int, block: Tensor) -> Tensor:
         """Where the gradient of the logits of rows [start, end) goes, with `products`."""
@@ -206,6 +252,10 @@ class TileWalk:
             tile[:ready].copy_(rows)
         if start + ready < end:
             product_into(tile[ready:], self.hidden[start + ready : end], block.t())
+            if self.low is not None:
+                # one more rounding of 16-bit logits, of the three that PEFT makes
+                part = self.low.rows(start + ready, end)
+                add_product(tile[ready:], part.hidden, part.weight.t())
         return tile
 
 

@@ -106,11 +106,12 @@ def expected_grads(
     """
     if loss is None or not set(loss.names) <= set(names):
         return None
-    weight, bias = head.weight, head.bias
-    frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
-    if frozen and loss.names == ("log_probs",):
+    weight, bias, low_rank = head.weight, head.bias, head.adapters.low_rank
+    parts = [weight, bias, *(x for low in low_rank for x in (low.a, low.b))]
+    frozen = not any(x is not None and x.requires_grad for x in parts)
+    if frozen and not low_rank and loss.names == ("log_probs",):
         return None  # whatever comes, the head scales rows by it, at the same cost
-    if not single_pass_serves(hidden, weight, bias, scratch_bytes=scratch_bytes):
+    if not single_pass_serves(hidden, weight, bias, low_rank=low_rank, scratch_bytes=scratch_bytes):
         return None
     mask = targets[:, :-1] != IGNORE_INDEX
     if not loss.token_local:

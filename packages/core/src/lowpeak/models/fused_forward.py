@@ -68,7 +68,7 @@ class FusedForward:
 
     settings: ForwardSettings
     own_forward: Callable[..., Any]
-    _routes: weakref.WeakKeyDictionary[nn.Module, Route] = field(
+    _routes: weakref.WeakKeyDictionary[nn.Module, dict[Any, Route]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
@@ -143,12 +143,13 @@ class FusedForward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def route(self, model: Any, labels: Tensor) -> Route:
         """How `model` is scored with the head it has now; found by the self-test once per head."""
-        owner = read_head(model).owner
-        route = self._routes.get(owner)
+        head = read_head(model)
+        routes = self._routes.setdefault(head.owner, {})
+        route = routes.get(head.state)
         if route is None or route.declared != logit_transform(model):
             forward = functools.partial(self.own_forward, model)
             route = choose_route(model, forward, labels)
-            self._routes[owner] = route
+            routes[head.state] = route
         return route
 
     def _score(
@@ -188,6 +189,7 @@ class FusedForward:
                     ignore_index=IGNORE_INDEX,
                     outputs=settings.names,
                     scratch_bytes=settings.scratch_bytes,
+                    low_rank=head.adapters.low_rank,
                     expected_grads=expected_grads(
                         expected, head, hidden, targets, settings.names, settings.scratch_bytes
                     ),
@@ -281,8 +283,8 @@ def install_fused_forward(
             not change any token's log-probability.
 
     Raises:
-        ValueError: for an unknown output, a model without a head, an adapter on the head, and a
-            model that has a fused forward already.
+        ValueError: for an unknown output, a model without a head, and a model that has a fused
+            forward already.
     """
     settings = ForwardSettings(
         temperature, cast_lm_head_to_fp32, tuple(outputs), scratch_bytes, layout

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.lm_head import LogitTransform
+
+from .adapters import HeadAdapters, is_adapter_layer, read_adapters
 
 # Where configurations keep the two constants of the logit transform; a scale may be a divisor.
 _SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -28,19 +29,28 @@ class Head:
     Args:
         module: what `get_output_embeddings()` returns; PEFT may have wrapped it.
         owner: the module that holds the weight in use; another one where PEFT switches adapters.
-        weight: [V, H].
-        bias: [V] or None.
+        weight: [V, H], without what adapters add to it.
+        bias: [V] or None, with what adapters add to it.
+        adapters: those that are active.
     """
 
     module: nn.Module
     owner: nn.Module
     weight: Tensor
     bias: Tensor | None
+    adapters: HeadAdapters = field(default_factory=HeadAdapters)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weight can be multiplied with as it is (a quantised one cannot)."""
-        return self.weight.is_floating_point() and self.weight.dim() == 2
+        """Whether the weight can be multiplied with as it is (a quantised one cannot), and adapters
+        are matrices too."""
+        matrix = self.weight.is_floating_point() and self.weight.dim() == 2
+        return matrix and self.adapters.detour is None
+
+    @property
+    def state(self) -> tuple[tuple[str, ...], str | None]:
+        """What else than its weight and `logit_transform` decides how the head is computed."""
+        return self.adapters.names, self.adapters.detour
 
     def require_whole_weight(self) -> None:
         """Check that the weight is not sharded; FSDP2 gathers it only around the module's forward.
@@ -48,11 +58,26 @@ class Head:
         Raises:
             ValueError: for a DTensor.
         """
-        if isinstance(self.weight, DTensor):
+        factors = [x for low in self.adapters.low_rank for x in (low.a, low.b)]
+        sharded = next((x for x in (self.weight, *factors) if isinstance(x, DTensor)), None)
+        if sharded is not None:
             raise ValueError(
-                f"the LM head's weight is sharded ({self.weight.placements}) while its "
+                f"the LM head's weight is sharded ({sharded.placements}) while its "
                 "log-probabilities are computed. Put the head into the FSDP unit of the final norm "
                 "or of the whole model, and leave it out of the tensor parallel plan"
+            )
+
+    def require_no_adapter(self, task: str) -> None:
+        """Check that the weight is all there is, for a `task` that knows of nothing else.
+
+        Raises:
+            ValueError: for a head that carries an adapter, active or not.
+        """
+        if is_adapter_layer(self.module):
+            raise ValueError(
+                f"an adapter on the LM head is not supported in {task}, which is computed from its "
+                "weight alone, so the adapter would never be trained. Remove the head ('lm_head') "
+                "from target_modules, or train it whole with modules_to_save=['lm_head']"
             )
 
 
@@ -60,19 +85,13 @@ def read_head(model: Any) -> Head:
     """Look up the head of a causal LM; to be called at each step, since wrappers replace it.
 
     Raises:
-        ValueError: for a model without a head, or a head that carries a LoRA adapter or has its
-            weight elsewhere (ZeRO-3 partitions, offloaded to disk).
+        ValueError: for a model without a head, or a head that has its weight elsewhere (ZeRO-3
+            partitions, offloaded to disk).
     """
     module = model.get_output_embeddings()
     if module is None:
         raise ValueError(
             f"{type(model).__name__}.get_output_embeddings() is None: it has no language model head"
-        )
-    if _carries_adapter(module):
-        raise ValueError(
-            "an adapter on the LM head is not supported: the log-probabilities are computed from "
-            "its weight alone, so the adapter would never be trained. Remove the head "
-            "('lm_head') from target_modules, or train it whole with modules_to_save=['lm_head']"
         )
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
@@ -83,13 +102,9 @@ def read_head(model: Any) -> Head:
     # A head of one's own need not be a Linear; one without a bias may lack the attribute.
     bias = getattr(module, "bias", None)
     _check_weight_is_here(weight)
-    return Head(module, _owner_of(module, weight), weight, bias)
-
-
-def _carries_adapter(module: nn.Module) -> bool:
-    # A head can carry an adapter only if peft was imported; importing it here would cost seconds.
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+    adapters = read_adapters(module)
+    owner = _owner_of(module, weight)
+    return Head(module, owner, weight, adapters.added_to(bias), adapters)
 
 
 def _owner_of(module: nn.Module, weight: Tensor) -> nn.Module:

@@ -111,6 +111,7 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
     tolerance = _tolerance(own, hidden, head)
     own_head = OwnHead(model, forward, name, output_class)
     transform, reason = _matching_transform(recording.trials, own, tolerance)
+    reason = head.adapters.detour or reason
     other_names = _difference(model, own_parameters, recording.head_parameters)
     if recording.trials and other_names:
         transform, reason = None, f"behind its backbone it has more to train: {other_names}"
@@ -187,7 +188,10 @@ def _run(
     recording: _Recording,
 ) -> Tensor:
     """Logits [2n, V] of the model's forward on `token_ids`, with the graph from the head on."""
-    hooks = [head.module.register_forward_pre_hook(_try_transforms(model, declared, recording))]
+    hooks = []
+    if head.is_plain:
+        trial = _try_transforms(model, declared, recording)
+        hooks.append(head.module.register_forward_pre_hook(trial))
     for name in backbone_names(model):
         hooks += _record_backbone(model.get_submodule(name), name, recording)
     try:
@@ -247,6 +251,7 @@ def _try_transforms(
                 targets,
                 bias=head.bias,
                 transform=transform,
+                low_rank=head.adapters.low_rank,
             )
             assert fused.log_probs is not None
             recording.trials.append(_Trial(transform, logits, targets, fused.log_probs))
@@ -257,7 +262,11 @@ def _try_transforms(
 def _project(hidden: Tensor, head: Head) -> Tensor:
     if not torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(head.weight.dtype)
-    return nn.functional.linear(hidden, head.weight, head.bias)
+    raw = nn.functional.linear(hidden, head.weight, head.bias)
+    for low in head.adapters.low_rank:
+        features = nn.functional.linear(hidden.to(low.a.dtype), low.a)
+        raw = raw + (nn.functional.linear(features, low.b) * low.scale).to(raw.dtype)
+    return raw
 
 
 def _parameters_behind(result: Tensor) -> dict[int, Tensor]:
@@ -313,7 +322,8 @@ def _tolerance(own: Tensor, hidden: Tensor, head: Head) -> Tensor:
     Each product is rounded to the coarsest dtype on the way; the sum over H is made in float32 at
     least, where it spreads by sqrt(H) roundings.
     """
-    coarsest = _coarsest_rounding(own, hidden, head.weight)
+    factors = [low.a for low in head.adapters.low_rank]
+    coarsest = _coarsest_rounding(own, hidden, head.weight, *factors)
     summing = 4 * math.sqrt(hidden.size(-1)) * min(coarsest, torch.finfo(torch.float32).eps)
     largest = own.masked_fill(~own.isfinite(), 0).abs().amax(-1, keepdim=True).double()
     return largest * (8 * coarsest + summing)

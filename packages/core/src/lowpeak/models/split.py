@@ -15,6 +15,8 @@ from lowpeak.lm_head import LogitTransform
 from .inspection import logit_transform, read_head
 from .self_test import Route, choose_route
 
+_TASK = "a divergence of two models"
+
 
 class SplitCausalLM:
     """Hidden states, head and logit transform of a causal LM, proved by a self-test.
@@ -31,7 +33,7 @@ class SplitCausalLM:
     """
 
     def __init__(self, model: Any) -> None:
-        read_head(model)
+        read_head(model).require_no_adapter(_TASK)
         self._model = model
         self._routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
         self._route: Route | None = None
@@ -64,6 +66,7 @@ class SplitCausalLM:
             ValueError: for a sharded head that is trained.
         """
         head = read_head(self._model)
+        head.require_no_adapter(_TASK)
         if isinstance(head.weight, DTensor) and not head.weight.requires_grad:
             bias = head.bias.full_tensor() if isinstance(head.bias, DTensor) else head.bias
             return head.weight.full_tensor(), bias

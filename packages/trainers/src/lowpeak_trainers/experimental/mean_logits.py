@@ -85,6 +85,8 @@ def mean_logits(
 def _products_of_means(groups: tuple[Tensor, ...], head: Head) -> Iterator[Tensor]:
     dtype = torch.promote_types(head.weight.dtype, torch.float32)
     row = _whole(head.weight.mean(0, dtype=dtype))
+    for low in head.adapters.low_rank:
+        row = row + low.scale * (low.b.mean(0, dtype=dtype) @ low.a.to(dtype))
     bias = None if head.bias is None else _whole(head.bias.mean(dtype=dtype))
     for hidden in groups:
         mean = hidden.mean(tuple(range(hidden.dim() - 1)), dtype=dtype) @ row
@@ -108,6 +110,7 @@ def _by_tiles(route: Route, head: Head, hidden: Tensor, scratch_bytes: int | Non
             head.weight,
             targets,
             bias=head.bias,
+            low_rank=head.adapters.low_rank,
             transform=route.transform,
             outputs=names,
             scratch_bytes=scratch_bytes,
