@@ -11,6 +11,8 @@ PEER_WARNINGS = [
     # transformers 5.24 renames gradient_checkpointing, TRL 1.16 still sets the old name.
     f"ignore::FutureWarning:{PEERS}",
     f"ignore::DeprecationWarning:{PEERS}",
+    # TRL names the caller of compute_loss, which is ours.
+    "ignore:`return_outputs=True`:FutureWarning:lowpeak_trainers",
     # Pinned memory without an accelerator, reentrant checkpoints under no_grad and the like.
     f"ignore::UserWarning:{PEERS}",
 ]

@@ -31,8 +31,7 @@ def _log_probs(output: FusedCausalLMOutput, length: int) -> Tensor:
 
 def _sft(trainer: Any, inputs: Mapping[str, Any]) -> Expectation:
     if trainer.args.loss_type == "nll":
-        from_logits = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        return "the loss is computed from logits" if from_logits else SUM_OF_LOG_PROBS
+        return SUM_OF_LOG_PROBS
     if trainer.args.loss_type == "dft":
 
         def dft(output: FusedCausalLMOutput) -> Tensor:

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lowpeak.lm_head import expectation_counts, reset_expectations
 from lowpeak.models import ExpectedLoss, expecting
 
@@ -46,8 +44,7 @@ class ExpectsGradients(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As that of the trainer."""
-        loss = self._expected_loss(inputs) if torch.is_grad_enabled() else None
-        with expecting(loss):
+        with expecting(lambda: self._expected_loss(inputs)):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _expected_loss(self, inputs: Mapping[str, Any]) -> ExpectedLoss | None:

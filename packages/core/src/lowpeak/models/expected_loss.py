@@ -53,14 +53,17 @@ def _sum_of_log_probs(output: FusedCausalLMOutput) -> Tensor:
 # All tokens weigh the same.
 SUM_OF_LOG_PROBS = ExpectedLoss(_sum_of_log_probs)
 
-_expected: ContextVar[ExpectedLoss | None] = ContextVar("lowpeak_expected_loss", default=None)
+Told = ExpectedLoss | Callable[[], ExpectedLoss | None] | None
+
+_expected: ContextVar[Told] = ContextVar("lowpeak_expected_loss", default=None)
 
 
 @contextmanager
-def expecting(loss: ExpectedLoss | None) -> Iterator[None]:
+def expecting(loss: Told) -> Iterator[None]:
     """Tell the fused calls of this context that need gradients what their loss is going to be.
 
-    A loss that turns out another one costs time, never correctness; see `fused_lm_head`.
+    A function is asked by each of these calls; None says nothing. A loss that turns out another one
+    costs time, never correctness; see `fused_lm_head`.
     """
     token = _expected.set(loss)
     try:
@@ -70,7 +73,7 @@ def expecting(loss: ExpectedLoss | None) -> Iterator[None]:
 
 
 def expected_loss(
-    told: ExpectedLoss | None,
+    told: Told,
     restore: Callable[[FusedCausalLMOutput], FusedCausalLMOutput] | None = None,
 ) -> ExpectedLoss | None:
     """What is expected of a call, whose outputs `restore` is then going to change.
@@ -79,7 +82,8 @@ def expected_loss(
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    loss = _expected.get() if told is None else told
+    told = _expected.get() if told is None else told
+    loss = told() if callable(told) else told
     if loss is None or restore is None:
         return loss
     of = loss.of
