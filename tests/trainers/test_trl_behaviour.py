@@ -106,27 +106,6 @@ def test_grpo_with_peft(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["SFT", "DPO", "GRPO"])
-def test_adapter_on_the_head_is_refused_as_by_trl(method, tmp_path):
-    data = {
-        "SFT": {"train_dataset": tiny.documents([5, 9])},
-        "DPO": {"train_dataset": tiny.preferences(PAIRS[:2])},
-        "GRPO": {"train_dataset": tiny.prompts([5, 9]), "reward_funcs": reward},
-    }[method]
-    for trainer, config in pair(method):
-        options = {"num_generations": 2} if method == "GRPO" else {}
-        with pytest.raises(
-            ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"
-        ):
-            trainer(
-                model=tiny.llama(),
-                args=config(**parity.settings(tmp_path, **options)),
-                processing_class=tiny.tokenizer(),
-                peft_config=LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
-                **data,
-            )
-
-
-@pytest.mark.parametrize("method", ["SFT", "DPO", "GRPO"])
 def test_mixture_of_experts(method, tmp_path):
     data = {
         "SFT": {"train_dataset": tiny.documents(LENGTHS)},

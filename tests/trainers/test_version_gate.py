@@ -49,6 +49,14 @@ def test_missing_and_changed_names_are_reported_together(monkeypatch):
     assert "dpo_trainer" not in message
 
 
+def test_missing_class_of_adapters_is_reported(monkeypatch):
+    monkeypatch.delattr(grpo_trainer, "BaseTunerLayer")
+    with pytest.raises(
+        lowpeak_trainers.UnsupportedTrlError, match="grpo_trainer has no BaseTunerLayer"
+    ):
+        check()
+
+
 def test_changed_default_is_a_change(monkeypatch):
     def changed(model, temperature=1.0, cast_lm_head_to_fp32=True, outputs=("log_probs",)):
         raise AssertionError

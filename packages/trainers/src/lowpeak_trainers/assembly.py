@@ -16,7 +16,7 @@ from lowpeak.pretrained import pretrained_model
 
 from .attention import choose_trainer_attention, reference_attention
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE
-from .fused_forward import HeadFromConfig, report_no_head, why_head_is_off
+from .fused_forward import HeadFromConfig, report_no_head, takes_adapters, why_head_is_off
 from .packed_scores import PackedScores
 from .padding_free import PaddingFree
 from .padding_free_switch import hidden_from_trl, switch_padding_free, why_not_packed
@@ -62,7 +62,7 @@ def equipped(
     rows.arrange_by(lambda: _arrange(trainer, layout, rows.splitter, settings(), options()))
     installer = HeadFromConfig(type(trainer).__name__, settings, rows)
     with (
-        heads_from(installer, [name for name in modules if name in SEAMS]),
+        heads_from(installer, [name for name in modules if name in SEAMS], takes_adapters(*given)),
         hidden_from_trl(*given) as concealed,
     ):
         hidden.update(concealed)

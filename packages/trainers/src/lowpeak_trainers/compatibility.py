@@ -17,6 +17,8 @@ from lowpeak.models import FusedCausalLMOutput
 
 SUPPORTED_TRL = ">=1.16.0,<2"
 HEAD_NAME = "add_fused_lm_head"
+# By it TRL tells a head with an adapter. Its modules have it where peft is installed.
+TUNER_NAME = "BaseTunerLayer"
 SEAM_MODULES = (
     "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer",
@@ -81,8 +83,9 @@ def check_trl(replacement: Callable[..., Any]) -> None:
     """Raise UnsupportedTrlError unless the installed TRL has the seam that `replacement` fits.
 
     Checked are the version, `add_fused_lm_head` in each of SEAM_MODULES with the parameters and
-    defaults of `replacement`, the names in TRAINER_CLASSES, the fields of TRL's fused output, and
-    the methods of its DistillationTrainer that lowpeak overrides. All faults come in one error.
+    defaults of `replacement`, PEFT's `BaseTunerLayer` there, the names in TRAINER_CLASSES, the
+    fields of TRL's fused output, and the methods of its DistillationTrainer that lowpeak overrides.
+    All faults come in one error.
     """
     if not SpecifierSet(SUPPORTED_TRL).contains(trl.__version__, prereleases=True):
         raise _unsupported(["its version is not supported"])
@@ -127,9 +130,12 @@ def _module_faults(module: ModuleType, replacement: Callable[..., Any]) -> list[
     if stock is None:
         return [f"{module.__name__} has no {HEAD_NAME}"]
     found, wanted = _parameters(stock), _parameters(replacement)
+    faults = []
     if found != wanted:
-        return [f"{module.__name__}.{HEAD_NAME} takes ({found}), not ({wanted})"]
-    return []
+        faults.append(f"{module.__name__}.{HEAD_NAME} takes ({found}), not ({wanted})")
+    if importlib.util.find_spec("peft") is not None and TUNER_NAME not in vars(module):
+        faults.append(f"{module.__name__} has no {TUNER_NAME}")
+    return faults
 
 
 def _output_faults(utils: ModuleType) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
+from transformers import TrainingArguments
 
 from lowpeak.config import DISABLE_VARIABLE, MemoryConfig, technique_enabled
 from lowpeak.models import BatchLayout, FusedForwardHandle, install_fused_forward
+from lowpeak.models.adapters import is_adapter_layer
 
 from .compatibility import check_trl
 from .seam import FusedHeadFunction
@@ -71,6 +74,7 @@ class HeadFromConfig:
         if not self._reported:
             self._reported = True
             self._report(reason)
+        _check_adapters(model, reason, cast_lm_head_to_fp32)
         if reason is None:
             scratch = config.lm_head_scratch_bytes
             install_head(model, temperature, cast_lm_head_to_fp32, outputs, scratch, self._layout)
@@ -82,6 +86,33 @@ class HeadFromConfig:
             logger.info("fused LM head: on in %s", self._owner)
         else:
             logger.info("fused LM head: off in %s, by %s; TRL's own is used", self._owner, reason)
+
+
+def takes_adapters(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a trainer built with these arguments may have an adapter on its head.
+
+    Not where TRL's own head is used, nor where it makes a float32 copy of the head's forward.
+    """
+    configs = [x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)]
+    casts = any(vars(config).get("cast_lm_head_to_fp32") for config in configs)
+    off = any(why_head_is_off(x) for x in (*configs, MemoryConfig()) if isinstance(x, MemoryConfig))
+    return not (casts or off)
+
+
+def _check_adapters(model: nn.Module, head_off: str | None, casts: bool) -> None:
+    head: Any = model
+    if not is_adapter_layer(head.get_output_embeddings()):
+        return
+    if head_off is not None:
+        raise ValueError(
+            f"Applying a PEFT adapter to `lm_head` is not supported by TRL's own head, and "
+            f"lowpeak's is off by {head_off}: switch it on, or remove 'lm_head' from target_modules"
+        )
+    if casts:
+        raise ValueError(
+            "cast_lm_head_to_fp32=True is not supported with an adapter on `lm_head`: set it to "
+            "False, or remove 'lm_head' from target_modules"
+        )
 
 
 def report_no_head(owner: str, config: MemoryConfig) -> None:

@@ -1,9 +1,10 @@
 """The seam into TRL: its trainers ask a module global for their fused LM head; we answer.
 
-The global is replaced only while a trainer is being built, because reference models are made and
-their log-probabilities precomputed inside `__init__`. What replaces it looks up the installer of
-its own context, so trainers built by other threads at the same time keep the head of TRL. The same
-holds for `__init__` of TRL's trainers, replaced while `enabled()` lasts.
+TRL refuses an adapter on the head, which it finds by the module global `BaseTunerLayer`: that is
+replaced too. Both are replaced only while a trainer is being built, because reference models are
+made and their log-probabilities precomputed inside `__init__`. What replaces them looks up the
+installer of its own context, so trainers built by other threads at the same time keep the head of
+TRL. The same holds for `__init__` of TRL's trainers, replaced while `enabled()` lasts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .compatibility import (
     REWARD_MODULE,
     SEAM_MODULES,
     TRAINER_CLASSES,
+    TUNER_NAME,
 )
 
 
@@ -54,20 +56,33 @@ class Installer(Protocol):
 
 
 _installer: ContextVar[Installer | None] = ContextVar("lowpeak_head_installer", default=None)
+# Whether the installer's heads take adapters along.
+_takes_adapters: ContextVar[bool] = ContextVar("lowpeak_head_takes_adapters", default=False)
+
+
+def _stand_in(tuner_layer: type) -> type:
+    """A class for PEFT's, of which a layer is no instance where adapters are taken along."""
+
+    class StandIn(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return not _takes_adapters.get() and isinstance(instance, tuner_layer)
+
+    return StandIn(tuner_layer.__name__, (), {})
 
 
 class ModuleSeam:
-    """Replaces `add_fused_lm_head` of one TRL module for as long as anyone uses it."""
+    """Replaces the globals of one TRL module for as long as anyone uses it."""
 
     def __init__(self, module_name: str) -> None:
         self._module_name = module_name
         self._lock = threading.Lock()
         self._users = 0
         self._stock: FusedHeadFunction | None = None
+        self._tuner_layer: type | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Replace the global; the last user to leave puts back what was found."""
+        """Replace the globals; the last user to leave puts back what was found."""
         self._enter()
         try:
             yield
@@ -80,14 +95,20 @@ class ModuleSeam:
                 module = importlib.import_module(self._module_name)
                 self._stock = vars(module)[HEAD_NAME]
                 setattr(module, HEAD_NAME, self._dispatch)
+                self._tuner_layer = vars(module).get(TUNER_NAME)
+                if self._tuner_layer is not None:
+                    setattr(module, TUNER_NAME, _stand_in(self._tuner_layer))
             self._users += 1
 
     def _leave(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                setattr(sys.modules[self._module_name], HEAD_NAME, self._stock)
-                self._stock = None
+                module = sys.modules[self._module_name]
+                setattr(module, HEAD_NAME, self._stock)
+                if self._tuner_layer is not None:
+                    setattr(module, TUNER_NAME, self._tuner_layer)
+                self._stock = self._tuner_layer = None
 
     def _dispatch(
         self,
@@ -109,18 +130,24 @@ SEAMS = {name: ModuleSeam(name) for name in SEAM_MODULES}
 
 
 @contextmanager
-def heads_from(installer: Installer, module_names: Iterable[str] = SEAM_MODULES) -> Iterator[None]:
+def heads_from(
+    installer: Installer,
+    module_names: Iterable[str] = SEAM_MODULES,
+    takes_adapters: bool = False,
+) -> Iterator[None]:
     """Let `installer` make the fused heads of the trainers built in this context.
 
-    `module_names` are the TRL modules to replace the global in, a subset of SEAM_MODULES.
+    `module_names` are the TRL modules to replace the globals in, a subset of SEAM_MODULES. With
+    `takes_adapters`, TRL does not refuse an adapter on the head.
     """
-    token = _installer.set(installer)
+    token, adapters = _installer.set(installer), _takes_adapters.set(takes_adapters)
     try:
         with ExitStack() as stack:
             for name in module_names:
                 stack.enter_context(SEAMS[name].open())
             yield
     finally:
+        _takes_adapters.reset(adapters)
         _installer.reset(token)
 
 
