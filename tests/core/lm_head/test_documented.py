@@ -1,4 +1,4 @@
-"""The examples of docs/distillation.md and docs/metrics.md run, and give what they say."""
+"""The examples of docs/lm-head.md, distillation.md and metrics.md run, and give what they say."""
 
 import re
 from pathlib import Path
@@ -92,3 +92,22 @@ def test_metrics() -> None:
     entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
     varentropy = (log_p.exp() * (log_p + entropy).square()).sum(-1)
     torch.testing.assert_close(third["varentropy"], varentropy.flatten(), rtol=1e-5, atol=1e-6)
+
+
+def test_head() -> None:
+    """Each example's gradients beside those of plain torch."""
+    torch.manual_seed(0)
+    leaves = {
+        name: torch.randn(*shape).requires_grad_()
+        for name, shape in (
+            ("hidden", (9, 8)), ("weight", (90, 8)), ("lora_a", (4, 8)), ("lora_b", (90, 4)),
+        )
+    }  # fmt: skip
+    targets = torch.randint(90, (9,))
+    targets[4] = -100
+    run_page("lm-head.md", {**leaves, "targets": targets, "alpha": 6, "rank": 4})
+    hidden, weight, a, b = (x.detach().clone().requires_grad_() for x in leaves.values())
+    for whole in (weight, weight + 1.5 * b @ a):
+        torch.nn.functional.cross_entropy(hidden @ whole.t(), targets).backward()
+    for name, twin in zip(leaves, (hidden, weight, a, b), strict=True):
+        torch.testing.assert_close(leaves[name].grad, twin.grad, rtol=1e-5, atol=1e-6)
