@@ -30,7 +30,14 @@ from .lm_head_fold import Folded, RowStatistics
 from .logit_transform import TileTransform
 from .triton_shim import jit, tl
 
-__all__ = ["AOT_TARGETS", "AOT_VARIANTS", "SPAN_COLUMNS", "fold_product_triton", "partial_bytes"]
+__all__ = [
+    "AOT_TARGETS",
+    "AOT_VARIANTS",
+    "SPAN_COLUMNS",
+    "fold_product_triton",
+    "largest_partial_bytes",
+    "partial_bytes",
+]
 
 # Blocks of the vocabulary that one program folds before it writes its sums.
 _SPAN = 8
@@ -40,6 +47,8 @@ _SPAN = 8
 def lm_head_fold_product_kernel(
     hidden,
     weight,
+    logits_ptr,
+    logits_stride,
     bias_ptr,
     targets_ptr,
     temperature_ptr,
@@ -57,6 +66,7 @@ def lm_head_fold_product_kernel(
     scale,
     temperature,
     programs,
+    STORE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -102,6 +112,10 @@ def lm_head_fold_product_kernel(
                 block = weight.load([start_v, start_h])
                 x = tl.dot(hidden.load([start_n, start_h]), block.T, x)
             column = start_v + tl.arange(0, BLOCK_V)
+            if STORE:
+                where = row[:, None].to(tl.int64) * logits_stride + column[None, :]
+                kept = counts[:, None] & (column < width)[None, :]
+                tl.store(logits_ptr + where, x.to(logits_ptr.dtype.element_ty), mask=kept)
             if HAS_BIAS:
                 added = tl.load(bias_ptr + column, mask=column < width, other=0.0)
                 x += added.to(tl.float32)[None, :]
@@ -153,6 +167,11 @@ def partial_bytes(folded: Folded) -> int:
     return 4 * 4 * (2 + folded.entropy + folded.squares + folded.mean + folded.top1)
 
 
+def largest_partial_bytes() -> int:
+    """`partial_bytes` of all statistics."""
+    return partial_bytes(Folded(entropy=True, squares=True, mean=True, top1=True))
+
+
 def fold_product_triton(
     hidden: Tensor,
     weight: Tensor,
@@ -163,12 +182,15 @@ def fold_product_triton(
     start: int,
     transform: TileTransform,
     folded: Folded,
+    logits: Tensor | None = None,
 ) -> None:
     """Fold the logits of `hidden` [n, H] with a block of the vocabulary into `statistics`.
 
     Args:
         weight: [v, H], the rows of the head's weight from `start` on, of hidden's dtype.
         transform: without a soft cap, and with a scale above 0.
+        logits: [n, v], where the raw logits go, rounded to its dtype; None keeps none. What is
+            folded are the float32 logits.
 
     The other arguments are those of `fold_tile_torch`.
     """
@@ -184,6 +206,8 @@ def fold_product_triton(
     count = programs(hidden.device, -(-rows // BLOCK_N) * spans)
     lm_head_fold_product_kernel[(count,)](
         *factor_descriptors(hidden, weight),
+        logits,
+        0 if logits is None else logits.stride(0),
         bias,
         targets,
         temperature,
@@ -196,6 +220,7 @@ def fold_product_triton(
         transform.scale,
         transform.temperature,
         count,
+        STORE=logits is not None,
         HAS_BIAS=bias is not None,
         ROW_TEMPERATURE=temperature is not None,
         ENTROPY=folded.entropy,
@@ -238,16 +263,20 @@ def _merge(parts: dict[str, Tensor], statistics: RowStatistics) -> None:
 
 
 def _variant(
-    dtype: str, bias: str | None = None, **on: bool
+    dtype: str, bias: str | None = None, logits: str | None = None, **on: bool
 ) -> tuple[str, dict[str, str], Any, int]:
     names = ("ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1")
     flags = {name: on.get(name, False) for name in names}
     sums = ("maximum", "sum_exp", "target", "centred", "squares", "total", "maximum_before")
     return compiled_variant(
         "lm_head_fold_product_kernel",
-        factor_types(dtype) | {f"{name}_ptr": "*fp32" for name in sums},
-        flags | {"HAS_BIAS": bias is not None},
-        {"bias_ptr": bias, "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None},
+        factor_types(dtype) | {f"{name}_ptr": "*fp32" for name in sums} | {"logits_stride": "i32"},
+        flags | {"HAS_BIAS": bias is not None, "STORE": logits is not None},
+        {
+            "logits_ptr": logits,
+            "bias_ptr": bias,
+            "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,
+        },
         SPAN=_SPAN,
     )
 
@@ -256,6 +285,7 @@ _EVERYTHING = dict.fromkeys(("ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "T
 AOT_VARIANTS = [
     _variant("bf16"),
     _variant("bf16", ENTROPY=True, TOP1=True),
-    _variant("bf16", "bf16", **_EVERYTHING),
+    _variant("bf16", logits="bf16"),
+    _variant("bf16", "bf16", "bf16", **_EVERYTHING),
     _variant("fp16", "fp32", ENTROPY=True),
 ]

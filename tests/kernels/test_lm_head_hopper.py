@@ -91,6 +91,23 @@ def test_folds_what_a_tile_in_memory_folds(
             )
 
 
+def test_keeps_the_raw_logits_where_they_are_wanted(device: torch.device) -> None:
+    problem = Problem(33, torch.float16, device, optional=True)
+    rest = (problem.bias, problem.targets, problem.temperature)
+    found, wanted = (RowStatistics.empty(33, Folded(), torch.float32, device) for _ in range(2))
+    kept = torch.full((33, VOCABULARY + 4), 7.0, device=device)
+    options = (0, TRANSFORMS["all"], Folded())
+    fold_product_triton(
+        problem.hidden, problem.weight, *rest, found, *options, kept[:, :VOCABULARY]
+    )
+    fold_product_triton(problem.hidden, problem.weight, *rest, wanted, *options)
+    torch.testing.assert_close(
+        kept[:, :VOCABULARY], problem.logits(0, VOCABULARY), rtol=1e-5, atol=1e-4
+    )
+    assert (kept[:, VOCABULARY:] == 7.0).all()
+    assert torch.equal(found.sum_exp, wanted.sum_exp)
+
+
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     """Bitwise: in any place among any number of rows."""
     problem = Problem(33, torch.float16, device, optional=False)

@@ -9,10 +9,13 @@ from lm_head_checks import Transform, assert_exact, call, make_case, run, upstre
 from torch import Tensor
 
 from lowpeak.kernels.lm_head_fold_product import SPAN_COLUMNS
-from lowpeak.lm_head import backward, forward, tiles
-from lowpeak.lm_head.planner import plan_products
+from lowpeak.lm_head import backward, forward, single_pass, tiles
+from lowpeak.lm_head.planner import TilePlan, override, plan_products
 
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
+
+# Three chunks of the rows that count, some 30 of 40.
+CHUNKS = TilePlan(12, 1 << 20)
 
 
 @pytest.fixture
@@ -35,6 +38,7 @@ def products(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[
     if device.type == "cpu":
         monkeypatch.setattr(tiles, "products_serve", serve)
     watch(forward, "fold_product_triton")
+    watch(single_pass, "fold_product_triton")
     watch(backward, "gradient_product_triton")
     yield ran
     assert ran, "no product ran"
@@ -98,6 +102,27 @@ def test_b_a_row_is_bitwise_independent_of_the_batch(
     for rows in (slice(0, 1), slice(17, 23), slice(39, 40)):
         for whole, alone in zip(together, outputs(rows), strict=True):
             assert torch.equal(alone, whole[rows])
+
+
+@pytest.mark.parametrize("weight", ["trained", "frozen", "expected"])
+def test_outputs_are_the_same_bits_with_and_without_gradients(
+    weight: str, device: torch.device, products: list[str]
+) -> None:
+    """So is the ratio of a policy's probabilities to its own from before exactly 1."""
+    case = make_case(40, SPAN_COLUMNS + 300, 24, torch.float16, device, bias=False)
+    names = ("log_probs", "entropy")
+    leaves = case.leaves(("weight",) if weight == "frozen" else ())
+    options: dict[str, Any] = {"backend": "triton"}
+    if weight == "expected":
+        options["expected_grads"] = {"log_probs": torch.ones(40, device=device)}
+    with override(plan_frozen=CHUNKS, plan_expected=CHUNKS):
+        result = call(case, leaves, names, **options)
+    with torch.no_grad():
+        plain = call(case, leaves, names, backend="triton")
+    assert torch.equal(result.log_probs, plain.log_probs)
+    assert torch.equal(result.entropy, plain.entropy)
+    calls = {"trained": 2, "frozen": 4, "expected": 4}[weight]
+    assert products.count("fold_product_triton") == calls
 
 
 def test_plan_cuts_where_sums_are_cut() -> None:

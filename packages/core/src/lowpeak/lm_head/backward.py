@@ -73,7 +73,7 @@ def run_backward(
             rest = (bias, wanted, temperature, part, start, inputs.transform)
             hidden = walk.hidden[first:last]
             if products:
-                tile = walk.gradient_room(first, last, block)
+                tile = walk.room(first, last, block)
                 gradient_product_triton(hidden, block, *rest, tile)
             else:
                 raw = walk.logits(first, last, block)

@@ -7,10 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.lm_head_fold_product import SPAN_COLUMNS, largest_partial_bytes
 from .expectation import FROZEN, expectation_counter
 from .gemm import add_product, expects_wide_output
 from .planner import TileCost, TilePlan, chunk_fits, default_scratch_bytes, plan_chunk
-from .tiles import HALF_DTYPES, HeadInputs, half_products_serve, use_products, use_triton
+from .tiles import (
+    HALF_DTYPES,
+    HeadInputs,
+    epilogues_serve,
+    half_products_serve,
+    use_products,
+    use_triton,
+)
 
 
 class Keep(NamedTuple):
@@ -99,6 +107,8 @@ class Keep(NamedTuple):
         if inputs.low is not None and inputs.low.weight.dtype != inputs.compute_dtype:
             per_column += compute * inputs.low.rank
         per_row = 4 * statistics * width if self.normalizer else 0
+        if triton and inputs.low is None and epilogues_serve(inputs):
+            per_row += largest_partial_bytes() * -(-inputs.weight.size(0) // SPAN_COLUMNS)
         if scratch_bytes is not None:
             per_column += self._accumulator_bytes(inputs, triton) // inputs.weight.size(0)
         half = inputs.compute_dtype in HALF_DTYPES

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_tile_triton
+from ..kernels.lm_head_fold_product import fold_product_triton
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
 from ..kernels.lm_head_weight_gradient import accumulate_halves_triton
@@ -24,7 +25,7 @@ from .gemm import add_product, product_into
 from .low_rank_inputs import LowRankGradients
 from .normalizer import NormalizerGradients
 from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
-from .tiles import HeadInputs, TileWalk, use_triton
+from .tiles import HeadInputs, TileWalk, use_products, use_triton
 
 # outputs of rows [first, last) and these bounds -> expected gradients of those rows
 Expect = Callable[[Mapping[str, Tensor], int, int], Mapping[str, Tensor]]
@@ -150,6 +151,8 @@ def _make_gradients(
 ) -> list[Tensor]:
     """Fold the inputs' rows, the first ones of `targets` and `sums`, and make their gradients."""
     triton = use_triton(backend, inputs)
+    # so that the outputs are those of a forward that keeps nothing, to the last bit
+    products = inputs.low is None and use_products(backend, inputs)
     fold = fold_tile_triton if triton else _fold_copy
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     plan = keep.plan(inputs, triton, scratch_bytes)
@@ -168,9 +171,14 @@ def _make_gradients(
     for start, end, weight in walk.vocabulary_blocks():  # a single one
         for first, last in walk.row_blocks():
             part = sums.rows(first, last)
-            logits = walk.logits(first, last, weight)
             common = (inputs.bias, targets[first:last], inputs.rows(first, last).temperature)
-            fold(logits, *common, part, 0, inputs.transform, folded)
+            rest = (*common, part, 0, inputs.transform, folded)
+            if products:
+                logits = walk.room(first, last, weight)
+                fold_product_triton(walk.hidden[first:last], weight, *rest, logits)
+            else:
+                logits = walk.logits(first, last, weight)
+                fold(logits, *rest)
             coefficients, power = source(part, first, last)
             tile = walk.gradient_tile(buffer, logits)
             gradient_of(logits, *common, coefficients, 0, inputs.transform, tile)

@@ -131,9 +131,14 @@ def use_triton(backend: str, inputs: HeadInputs) -> bool:
 
 def use_products(backend: str, inputs: HeadInputs) -> bool:
     """Whether the products with the softmax in their epilogue serve."""
-    if not use_triton(backend, inputs):
-        return False
-    # the cap's tanh costs the epilogue six times the product
+    return use_triton(backend, inputs) and epilogues_serve(inputs)
+
+
+def epilogues_serve(inputs: HeadInputs) -> bool:
+    """Whether the products' epilogues know the transform, and Hopper's kernels can read the rest.
+
+    The tanh of a soft cap would cost an epilogue six times the product.
+    """
     if inputs.transform.softcap or inputs.transform.scale <= 0.0:
         return False
     if inputs.low is not None:  # what is multiplied is put together beforehand
@@ -232,8 +237,8 @@ class TileWalk:
             self._column = start
             yield start, end, self.inputs.product_block(start, end, room)
 
-    def gradient_room(self, start: int, end: int, block: Tensor) -> Tensor:
-        """Where the gradient of the logits of rows [start, end) goes, with `products`."""
+    def room(self, start: int, end: int, block: Tensor) -> Tensor:
+        """Where a product's epilogue puts what it makes of the logits of rows [start, end)."""
         return self.tile(self._buffer, end - start, block.size(0))
 
     def row_blocks(self) -> Iterator[tuple[int, int]]:
