@@ -22,7 +22,7 @@ from lm_head_tolerances import gradient_tolerance, statistics_dtype, value_toler
 from torch import Tensor
 
 from lowpeak import LogitTransform, LowRank, fused_lm_head
-from lowpeak.lm_head import expectation_counts, reset_expectations
+from lowpeak.lm_head import chunk_walk, expectation_counts, reset_expectations
 from lowpeak.lm_head.planner import TilePlan, override
 
 BASE = ("hidden", "weight", "bias")
@@ -184,8 +184,14 @@ def assert_exact(
 @pytest.mark.parametrize("frozen", [("weight", "bias"), ()], ids=["frozen", "trained"])
 @pytest.mark.parametrize("ranks", [(1,), (2,), (5,), (16,), (3, 8), (4, 1, 16)], ids=str)
 def test_ranks_in_float64(
-    ranks: tuple[int, ...], frozen: tuple[str, ...], expected: bool, device: torch.device
+    ranks: tuple[int, ...],
+    frozen: tuple[str, ...],
+    expected: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The vocabulary in parts that are put together one by one."""
+    monkeypatch.setattr(chunk_walk, "join_columns", lambda inputs: 50)
     case = make_case(40, 127, 20, torch.float64, device)
     reset_expectations()
     with tiles():

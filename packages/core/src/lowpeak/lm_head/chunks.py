@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.lm_head_fold_product import SPAN_COLUMNS, largest_partial_bytes
+from .chunk_walk import join_bytes
 from .expectation import FROZEN, expectation_counter
 from .gemm import add_product, expects_wide_output
 from .planner import TileCost, TilePlan, chunk_fits, default_scratch_bytes, plan_chunk
@@ -104,10 +105,9 @@ class Keep(NamedTuple):
             # temporaries of the torch twins: at most five of the statistics' dtype and two masks
             per_logit += 5 * statistics + 2
         per_column = compute * width if inputs.weight.dtype != inputs.compute_dtype else 0
-        if inputs.low is not None and inputs.low.weight.dtype != inputs.compute_dtype:
-            per_column += compute * inputs.low.rank
+        per_column += -(-join_bytes(inputs) // inputs.weight.size(0))
         per_row = 4 * statistics * width if self.normalizer else 0
-        if triton and inputs.low is None and epilogues_serve(inputs):
+        if triton and epilogues_serve(inputs):
             per_row += largest_partial_bytes() * -(-inputs.weight.size(0) // SPAN_COLUMNS)
         if scratch_bytes is not None:
             per_column += self._accumulator_bytes(inputs, triton) // inputs.weight.size(0)

@@ -19,13 +19,14 @@ from ..kernels.lm_head_fold_product import fold_product_triton
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
 from ..kernels.lm_head_weight_gradient import accumulate_halves_triton
+from .chunk_walk import ChunkWalk
 from .chunks import Keep, accumulates_in_halves
 from .forward import empty_statistics, fold_tiles, folded_for
 from .gemm import add_product, product_into
 from .low_rank_inputs import LowRankGradients
 from .normalizer import NormalizerGradients
 from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
-from .tiles import HeadInputs, TileWalk, use_products, use_triton
+from .tiles import HeadInputs, slice_or_none, use_products, use_triton
 
 # outputs of rows [first, last) and these bounds -> expected gradients of those rows
 Expect = Callable[[Mapping[str, Tensor], int, int], Mapping[str, Tensor]]
@@ -152,11 +153,11 @@ def _make_gradients(
     """Fold the inputs' rows, the first ones of `targets` and `sums`, and make their gradients."""
     triton = use_triton(backend, inputs)
     # so that the outputs are those of a forward that keeps nothing, to the last bit
-    products = inputs.low is None and use_products(backend, inputs)
+    products = use_products(backend, inputs)
     fold = fold_tile_triton if triton else _fold_copy
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     plan = keep.plan(inputs, triton, scratch_bytes)
-    walk = TileWalk(inputs, plan, apart=True)
+    walk = ChunkWalk(inputs, plan)
     buffer = walk.gradient_buffer()
     gradients: ChunkGradients | NormalizerGradients
     if keep.normalizer:
@@ -172,21 +173,46 @@ def _make_gradients(
         for first, last in walk.row_blocks():
             part = sums.rows(first, last)
             common = (inputs.bias, targets[first:last], inputs.rows(first, last).temperature)
-            rest = (*common, part, 0, inputs.transform, folded)
             if products:
                 logits = walk.room(first, last, weight)
-                fold_product_triton(walk.hidden[first:last], weight, *rest, logits)
+                _fold_products(walk, weight, (first, last), common, part, folded, logits)
             else:
                 logits = walk.logits(first, last, weight)
-                fold(logits, *rest)
+                fold(logits, *common, part, 0, inputs.transform, folded)
             coefficients, power = source(part, first, last)
             tile = walk.gradient_tile(buffer, logits)
             gradient_of(logits, *common, coefficients, 0, inputs.transform, tile)
-            gradients.add(tile, first, last, weight, walk.hidden[first:last], power)
+            gradients.add(tile, first, last, weight, walk.own_hidden(first, last), power)
             if added is not None and walk.low is not None:
                 low = walk.low.rows(first, last)
                 added.add(tile, (first, last), (start, end), low, power)
     return [*gradients.finish(), *([] if added is None else added.finish())]
+
+
+def _fold_products(
+    walk: ChunkWalk,
+    weight: Tensor,
+    rows: tuple[int, int],
+    common: tuple[Tensor | None, Tensor, Tensor | None],
+    sums: RowStatistics,
+    folded: Folded,
+    logits: Tensor,
+) -> None:
+    """Fold the logits of some rows while they are made, and keep them."""
+    hidden, (bias, targets, temperature) = walk.hidden[rows[0] : rows[1]], common
+    for start, end, part in walk.parts(weight):
+        fold_product_triton(
+            hidden,
+            part,
+            slice_or_none(bias, start, end),
+            targets,
+            temperature,
+            sums,
+            start,
+            walk.inputs.transform,
+            folded,
+            logits[:, start:end],
+        )
 
 
 def _fold_copy(tile: Tensor, *arguments: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.hopper_products import products_serve
 from ..kernels.logit_transform import TileTransform
-from .gemm import add_product, has_wide_output, product_into
+from .gemm import has_wide_output, product_into
 from .low_rank_inputs import LowRankFactors, join_into, joined, joined_width
 from .planner import TileCost, TilePlan, default_scratch_bytes, plan_tiles
 from .rows import gathered
@@ -191,16 +191,9 @@ def head_plan(
 class TileWalk:
     """Tiles of raw logits in one reused buffer, vocabulary blocks outside, row blocks inside."""
 
-    def __init__(
-        self, inputs: HeadInputs, plan: TilePlan, *, products: bool = False, apart: bool = False
-    ) -> None:
-        """`products`: the buffer is for gradients, since no logit leaves its product. `apart`: a
-        low-rank addition takes a product of its own, for tiles of all the vocabulary."""
-        # the addition's factors that rows and blocks do not hold
-        self.low: LowRankFactors | None = None
-        if apart and inputs.low is not None:
-            self.low, inputs = inputs.low.to(inputs.compute_dtype), replace(inputs, low=None)
-        self.inputs = inputs
+    def __init__(self, inputs: HeadInputs, plan: TilePlan, *, products: bool = False) -> None:
+        """`products`: the buffer is for gradients, since no logit leaves its product."""
+        self.inputs = self.blocks_of = inputs
         self.plan = plan
         # logits [k, V] of the first rows that need no product
         self.kept: Tensor | None = None
@@ -231,11 +224,15 @@ class TileWalk:
         """(start, end, weight[start:end] in the compute dtype); a block is good until the next."""
         total = self.inputs.weight.size(0)
         # one buffer: two blocks would be alive while the next is made
-        room = self.inputs.product_room(self.plan.columns)
+        room = self.blocks_of.product_room(self.plan.columns)
         for start in range(0, total, self.plan.columns):
             end = min(start + self.plan.columns, total)
             self._column = start
-            yield start, end, self.inputs.product_block(start, end, room)
+            yield start, end, self.blocks_of.product_block(start, end, room)
+
+    def parts(self, block: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(start, end, factor) of what a block's logits are made of, one product each."""
+        yield 0, block.size(0), block
 
     def room(self, start: int, end: int, block: Tensor) -> Tensor:
         """Where a product's epilogue puts what it makes of the logits of rows [start, end)."""
@@ -256,11 +253,9 @@ class TileWalk:
             ready = rows.size(0)
             tile[:ready].copy_(rows)
         if start + ready < end:
-            product_into(tile[ready:], self.hidden[start + ready : end], block.t())
-            if self.low is not None:
-                # one more rounding of 16-bit logits, of the three that PEFT makes
-                part = self.low.rows(start + ready, end)
-                add_product(tile[ready:], part.hidden, part.weight.t())
+            hidden = self.hidden[start + ready : end]
+            for first, last, part in self.parts(block):
+                product_into(tile[ready:, first:last], hidden, part.t())
         return tile
 
 
