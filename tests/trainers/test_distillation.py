@@ -173,15 +173,24 @@ def test_own_modules_give_the_same_numbers(beta, tmp_path, monkeypatch):
     assert_right(tmp_path, beta, lm_head_scratch_bytes=1, temperature=0.7)
 
 
-def test_adapter_of_the_student(tmp_path):
+ADAPTED = {"r": 4, "init_lora_weights": False}
+
+
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        LoraConfig(**ADAPTED, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        LoraConfig(**ADAPTED, target_modules=["q_proj", "lm_head"]),
+    ],
+    ids=["saved_head", "b1_lora_head"],
+)
+def test_adapter_of_the_student(peft_config, tmp_path):
     record = oracle.GradientRecord()
     trainer = build(
         tmp_path,
         beta=1.0,
         callbacks=[record],
-        peft_config=LoraConfig(
-            r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
-        ),
+        peft_config=peft_config,
     )
     before = oracle.in_float64(trainer.model)
     trainer.train()
@@ -192,19 +201,24 @@ def test_adapter_of_the_student(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("peft_config", "message"),
+    ("peft_config", "message", "options"),
     [
-        (LoraConfig(target_modules=["q_proj", "lm_head"]), "adapter to `lm_head` is not supported"),
+        (
+            LoraConfig(target_modules=["q_proj", "lm_head"]),
+            "adapter to `lm_head` is not supported",
+            {"fused_lm_head": False},
+        ),
         (
             PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
             "Prompt-learning PEFT methods .* are not supported",
+            {},
         ),
     ],
-    ids=["lm_head", "prompt_tuning"],
+    ids=["lm_head_of_trl", "prompt_tuning"],
 )
-def test_adapters_that_trl_refuses(peft_config, message, tmp_path):
+def test_adapters_that_trl_refuses(peft_config, message, options, tmp_path):
     with pytest.raises(ValueError, match=message):
-        build(tmp_path, peft_config=peft_config)
+        build(tmp_path, peft_config=peft_config, **options)
 
 
 def test_g5_vocabularies_of_different_size_are_refused(tmp_path):

@@ -229,13 +229,3 @@ def test_float32_copies_of_the_head_are_refused(tmp_path):
             lowpeak_trainers, "GRPO", tmp_path, model=model, peft_config=LORA,
             options={"cast_lm_head_to_fp32": True},
         )  # fmt: skip
-
-
-def test_distillation_refuses_it(tmp_path):
-    config = lowpeak_trainers.DistillationConfig(**parity.settings(tmp_path))
-    with pytest.raises(ValueError, match=REFUSED):
-        lowpeak_trainers.DistillationTrainer(
-            model=tiny.llama(), teacher_model=tiny.llama(seed=1), args=config,
-            train_dataset=tiny.prompts([5, 9]), processing_class=tiny.tokenizer(),
-            peft_config=LORA,
-        )  # fmt: skip

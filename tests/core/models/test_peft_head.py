@@ -213,7 +213,15 @@ def test_expected_gradients_serve_a_frozen_head_with_adapters() -> None:
     assert_same_gradients(found, own)
 
 
-def test_divergences_refuse_an_adapter_on_the_head() -> None:
-    base = adapted().get_base_model()
-    with pytest.raises(ValueError, match=r"modules_to_save=\['lm_head'\]"):
-        SplitCausalLM(base)
+def test_split_models_leave_an_adapter_to_their_own_module() -> None:
+    """And give the plain head where it is disabled."""
+    model = adapted()
+    split = SplitCausalLM(model.get_base_model())
+    batch = token_batch()
+    hidden = split.hidden_states(batch["labels"], input_ids=batch["input_ids"])
+    assert split.transform is None
+    logits = model(input_ids=batch["input_ids"]).logits
+    torch.testing.assert_close(split.logits(hidden[0]), logits[0], rtol=1e-5, atol=1e-5)
+    with model.disable_adapter():
+        split.hidden_states(batch["labels"], input_ids=batch["input_ids"])
+        assert split.transform is not None

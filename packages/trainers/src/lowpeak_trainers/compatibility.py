@@ -95,6 +95,11 @@ def check_trl(replacement: Callable[..., Any]) -> None:
         for fault in _module_faults(importlib.import_module(name), replacement)
     ]
     faults += [
+        fault
+        for name in (*SEAM_MODULES, DISTILLATION_MODULE)
+        for fault in _tuner_faults(importlib.import_module(name))
+    ]
+    faults += [
         f"{name} has no {trainer}"
         for name, trainer in TRAINER_CLASSES.items()
         if trainer not in vars(importlib.import_module(name))
@@ -130,12 +135,15 @@ def _module_faults(module: ModuleType, replacement: Callable[..., Any]) -> list[
     if stock is None:
         return [f"{module.__name__} has no {HEAD_NAME}"]
     found, wanted = _parameters(stock), _parameters(replacement)
-    faults = []
     if found != wanted:
-        faults.append(f"{module.__name__}.{HEAD_NAME} takes ({found}), not ({wanted})")
-    if importlib.util.find_spec("peft") is not None and TUNER_NAME not in vars(module):
-        faults.append(f"{module.__name__} has no {TUNER_NAME}")
-    return faults
+        return [f"{module.__name__}.{HEAD_NAME} takes ({found}), not ({wanted})"]
+    return []
+
+
+def _tuner_faults(module: ModuleType) -> list[str]:
+    if importlib.util.find_spec("peft") is None or TUNER_NAME in vars(module):
+        return []
+    return [f"{module.__name__} has no {TUNER_NAME}"]
 
 
 def _output_faults(utils: ModuleType) -> list[str]:

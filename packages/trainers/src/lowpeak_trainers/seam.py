@@ -93,8 +93,9 @@ class ModuleSeam:
         with self._lock:
             if self._users == 0:
                 module = importlib.import_module(self._module_name)
-                self._stock = vars(module)[HEAD_NAME]
-                setattr(module, HEAD_NAME, self._dispatch)
+                self._stock = vars(module).get(HEAD_NAME)
+                if self._stock is not None:
+                    setattr(module, HEAD_NAME, self._dispatch)
                 self._tuner_layer = vars(module).get(TUNER_NAME)
                 if self._tuner_layer is not None:
                     setattr(module, TUNER_NAME, _stand_in(self._tuner_layer))
@@ -105,7 +106,8 @@ class ModuleSeam:
             self._users -= 1
             if self._users == 0:
                 module = sys.modules[self._module_name]
-                setattr(module, HEAD_NAME, self._stock)
+                if self._stock is not None:
+                    setattr(module, HEAD_NAME, self._stock)
                 if self._tuner_layer is not None:
                     setattr(module, TUNER_NAME, self._tuner_layer)
                 self._stock = self._tuner_layer = None
@@ -126,7 +128,8 @@ class ModuleSeam:
             installer(stock, model, temperature, cast_lm_head_to_fp32, outputs)
 
 
-SEAMS = {name: ModuleSeam(name) for name in SEAM_MODULES}
+# TRL's DistillationTrainer asks for no head, but refuses an adapter on it like the others.
+SEAMS = {name: ModuleSeam(name) for name in (*SEAM_MODULES, DISTILLATION_MODULE)}
 
 
 @contextmanager
@@ -137,7 +140,7 @@ def heads_from(
 ) -> Iterator[None]:
     """Let `installer` make the fused heads of the trainers built in this context.
 
-    `module_names` are the TRL modules to replace the globals in, a subset of SEAM_MODULES. With
+    `module_names` are the TRL modules to replace the globals in, a subset of SEAMS. With
     `takes_adapters`, TRL does not refuse an adapter on the head.
     """
     token, adapters = _installer.set(installer), _takes_adapters.set(takes_adapters)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.lm_head import LogitTransform
 
-from .adapters import HeadAdapters, is_adapter_layer, read_adapters
+from .adapters import HeadAdapters, read_adapters
 
 # Where configurations keep the two constants of the logit transform; a scale may be a divisor.
 _SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -65,19 +65,6 @@ class Head:
                 f"the LM head's weight is sharded ({sharded.placements}) while its "
                 "log-probabilities are computed. Put the head into the FSDP unit of the final norm "
                 "or of the whole model, and leave it out of the tensor parallel plan"
-            )
-
-    def require_no_adapter(self, task: str) -> None:
-        """Check that the weight is all there is, for a `task` that knows of nothing else.
-
-        Raises:
-            ValueError: for a head that carries an adapter, active or not.
-        """
-        if is_adapter_layer(self.module):
-            raise ValueError(
-                f"an adapter on the LM head is not supported in {task}, which is computed from its "
-                "weight alone, so the adapter would never be trained. Remove the head ('lm_head') "
-                "from target_modules, or train it whole with modules_to_save=['lm_head']"
             )
 
 

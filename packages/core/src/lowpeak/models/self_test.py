@@ -89,17 +89,23 @@ class _Recording:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.inference_mode(False)  # an evaluation may come first: the route it finds is for training too
 @torch.no_grad()
-def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Route:
+def choose_route(
+    model: Any, forward: Callable[..., Any], labels: Tensor, detour: str | None = None
+) -> Route:
     """Test the head of `model`, whose own forward is `forward`, on some of the tokens in `labels`.
+
+    `detour`: why its own modules are to serve whatever the fused head gives; None for no reason.
 
     Raises:
         ValueError: when neither the fused head nor the model's own modules, called tile by tile,
             give the logits of the model's forward.
     """
     head, declared = read_head(model), logit_transform(model)
+    detour = head.adapters.detour or detour
     recording = _Recording()
+    tries = head.is_plain and detour is None
     with undisturbed(model):
-        own = _run(model, forward, head, _some_tokens(labels, head), declared, recording)
+        own = _run(model, forward, tries, _some_tokens(labels, head), declared, recording)
     own_parameters, own = _parameters_behind(own), own.detach()
     name, output_class = recording.backbone_name, recording.backbone_output
     if name is None or output_class is None or recording.hidden is None:
@@ -111,7 +117,7 @@ def choose_route(model: Any, forward: Callable[..., Any], labels: Tensor) -> Rou
     tolerance = _tolerance(own, hidden, head)
     own_head = OwnHead(model, forward, name, output_class)
     transform, reason = _matching_transform(recording.trials, own, tolerance)
-    reason = head.adapters.detour or reason
+    reason = detour or reason
     other_names = _difference(model, own_parameters, recording.head_parameters)
     if recording.trials and other_names:
         transform, reason = None, f"behind its backbone it has more to train: {other_names}"
@@ -182,20 +188,24 @@ def _some_tokens(labels: Tensor, head: Head) -> Tensor:
 def _run(
     model: Any,
     forward: Callable[..., Any],
-    head: Head,
+    tries: bool,
     token_ids: Tensor,
     declared: LogitTransform,
     recording: _Recording,
 ) -> Tensor:
-    """Logits [2n, V] of the model's forward on `token_ids`, with the graph from the head on."""
+    """Logits [2n, V] of the model's forward on `token_ids`, with the graph from the head on.
+
+    `tries`: whether the fused head is tried on the way.
+    """
+    head = model.get_output_embeddings()
     hooks = []
-    if head.is_plain:
+    if tries:
         trial = _try_transforms(model, declared, recording)
-        hooks.append(head.module.register_forward_pre_hook(trial))
+        hooks.append(head.register_forward_pre_hook(trial))
     for name in backbone_names(model):
         hooks += _record_backbone(model.get_submodule(name), name, recording)
     try:
-        with head_input_in_weight_dtype(head.module):
+        with head_input_in_weight_dtype(head):
             output = forward(input_ids=token_ids, use_cache=False)
             logits: Tensor = output.logits.squeeze(0)
     finally:

@@ -15,8 +15,6 @@ from lowpeak.lm_head import LogitTransform
 from .inspection import logit_transform, read_head
 from .self_test import Route, choose_route
 
-_TASK = "a divergence of two models"
-
 
 class SplitCausalLM:
     """Hidden states, head and logit transform of a causal LM, proved by a self-test.
@@ -28,14 +26,15 @@ class SplitCausalLM:
         model: `PreTrainedModel` with a language model head; of a `PeftModel` its base model.
 
     Raises:
-        ValueError: for a model without a head, or with an adapter on it; in `hidden_states` for one
-            whose logits neither the fused head nor its own modules give.
+        ValueError: for a model without a head; in `hidden_states` for one whose logits neither the
+            fused head nor its own modules give.
     """
 
     def __init__(self, model: Any) -> None:
-        read_head(model).require_no_adapter(_TASK)
+        read_head(model)
         self._model = model
-        self._routes: weakref.WeakKeyDictionary[nn.Module, Route] = weakref.WeakKeyDictionary()
+        self._routes: weakref.WeakKeyDictionary[nn.Module, dict[Any, Route]]
+        self._routes = weakref.WeakKeyDictionary()
         self._route: Route | None = None
 
     def hidden_states(self, tokens: Tensor, **arguments: Any) -> Tensor:
@@ -53,12 +52,14 @@ class SplitCausalLM:
 
     @property
     def transform(self) -> LogitTransform | None:
-        """Scale and soft cap; None where only `logits` gives what the model itself computes."""
+        """Scale and soft cap; None where only `logits` gives what the model itself computes, as it
+        is with an adapter on the head."""
         assert self._route is not None, "hidden_states comes first"
         return self._route.transform
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [V, H] and bias [V] or None of the head as it is now.
+        """Weight [V, H] and bias [V] or None of the head as it is now, which is all where there is
+        a `transform`.
 
         A sharded head is gathered if it is frozen.
 
@@ -66,7 +67,6 @@ class SplitCausalLM:
             ValueError: for a sharded head that is trained.
         """
         head = read_head(self._model)
-        head.require_no_adapter(_TASK)
         if isinstance(head.weight, DTensor) and not head.weight.requires_grad:
             bias = head.bias.full_tensor() if isinstance(head.bias, DTensor) else head.bias
             return head.weight.full_tensor(), bias
@@ -80,10 +80,12 @@ class SplitCausalLM:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _find_route(self, tokens: Tensor) -> Route:
-        owner = read_head(self._model).owner
-        route = self._routes.get(owner)
+        head = read_head(self._model)
+        routes = self._routes.setdefault(head.owner, {})
+        route = routes.get(head.state)
         if route is None or route.declared != logit_transform(self._model):
             forward = functools.partial(type(self._model).forward, self._model)
-            route = choose_route(self._model, forward, tokens)
-            self._routes[owner] = route
+            detour = "its weight is not all, with an adapter" if head.adapters.names else None
+            route = choose_route(self._model, forward, tokens, detour)
+            routes[head.state] = route
         return route
