@@ -139,7 +139,7 @@ def head_block(
     inside,
     scale,
     softcap,
-    inverse_temperature,
+    temperature,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
@@ -147,17 +147,17 @@ def head_block(
     x = tl.load(tile_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    return x, transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+    return x, transform_block(x, scale, softcap, temperature, HAS_BIAS, HAS_SOFTCAP)
 
 
 @jit
 def head_row(
     tile_ptr, row_stride, temperature_ptr, temperature, row, ROW_TEMPERATURE: tl.constexpr
 ):
-    """Where a head's row begins, and 1 / its temperature."""
+    """Where a head's row begins, and its temperature."""
     if ROW_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    return tile_ptr + row * row_stride, 1.0 / temperature
+    return tile_ptr + row * row_stride, temperature
 
 
 @jit
@@ -201,7 +201,7 @@ def divergence_fold_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    student_ptr, s_inverse = head_row(
+    student_ptr, s_temperature = head_row(
         student_ptr,
         student_stride,
         student_temperature_ptr,
@@ -209,7 +209,7 @@ def divergence_fold_kernel(
         row,
         STUDENT_ROW_TEMPERATURE,
     )
-    teacher_ptr, t_inverse = head_row(
+    teacher_ptr, t_temperature = head_row(
         teacher_ptr,
         teacher_stride,
         teacher_temperature_ptr,
@@ -237,7 +237,7 @@ def divergence_fold_kernel(
             inside,
             student_scale,
             student_softcap,
-            s_inverse,
+            s_temperature,
             STUDENT_HAS_BIAS,
             STUDENT_HAS_SOFTCAP,
         )
@@ -248,7 +248,7 @@ def divergence_fold_kernel(
             inside,
             teacher_scale,
             teacher_softcap,
-            t_inverse,
+            t_temperature,
             TEACHER_HAS_BIAS,
             TEACHER_HAS_SOFTCAP,
         )

@@ -107,7 +107,7 @@ def divergence_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    student_ptr, s_inverse = head_row(
+    student_ptr, s_temperature = head_row(
         student_ptr,
         student_stride,
         student_temperature_ptr,
@@ -115,7 +115,7 @@ def divergence_gradient_kernel(
         row,
         STUDENT_ROW_TEMPERATURE,
     )
-    teacher_ptr, t_inverse = head_row(
+    teacher_ptr, t_temperature = head_row(
         teacher_ptr,
         teacher_stride,
         teacher_temperature_ptr,
@@ -132,7 +132,7 @@ def divergence_gradient_kernel(
         inside,
         teacher_scale,
         teacher_softcap,
-        t_inverse,
+        t_temperature,
         TEACHER_HAS_BIAS,
         TEACHER_HAS_SOFTCAP,
     )
@@ -143,7 +143,7 @@ def divergence_gradient_kernel(
         inside,
         student_scale,
         student_softcap,
-        s_inverse,
+        s_temperature,
         STUDENT_HAS_BIAS,
         STUDENT_HAS_SOFTCAP,
     )
@@ -158,7 +158,7 @@ def divergence_gradient_kernel(
             gap = log_share_block(gap, beta) + tl.maximum(gap, 0.0)
         gradient = tl.where(q == 0, 0.0, -q * (gap + tl.load(mean_ptr + row)))
     gradient *= tl.load(scale_ptr + row)
-    gradient *= slope_block(x, student_scale, student_softcap, s_inverse, STUDENT_HAS_SOFTCAP)
+    gradient *= slope_block(x, student_scale, student_softcap, s_temperature, STUDENT_HAS_SOFTCAP)
     if STUDENT_HAS_BIAS:
         gradient = tl.where(s == float("-inf"), 0.0, gradient)
     out = out_ptr + row * out_stride + columns

@@ -117,7 +117,7 @@ def divergence_mixture_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    student_ptr, s_inverse = head_row(
+    student_ptr, s_temperature = head_row(
         student_ptr,
         student_stride,
         student_temperature_ptr,
@@ -125,7 +125,7 @@ def divergence_mixture_kernel(
         row,
         STUDENT_ROW_TEMPERATURE,
     )
-    teacher_ptr, t_inverse = head_row(
+    teacher_ptr, t_temperature = head_row(
         teacher_ptr,
         teacher_stride,
         teacher_temperature_ptr,
@@ -149,7 +149,7 @@ def divergence_mixture_kernel(
             inside,
             student_scale,
             student_softcap,
-            s_inverse,
+            s_temperature,
             STUDENT_HAS_BIAS,
             STUDENT_HAS_SOFTCAP,
         )
@@ -160,7 +160,7 @@ def divergence_mixture_kernel(
             inside,
             teacher_scale,
             teacher_softcap,
-            t_inverse,
+            t_temperature,
             TEACHER_HAS_BIAS,
             TEACHER_HAS_SOFTCAP,
         )

@@ -168,13 +168,12 @@ def lm_head_fold_kernel(
     target = tl.load(targets_ptr + row) - start
     if ROW_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    inverse_temperature = tl.div_rn(1.0, temperature)
 
     if (target >= 0) & (target < width):
         x = tl.load(tile_ptr + target).to(tl.float32)
         if HAS_BIAS:
             x += tl.load(bias_ptr + target).to(tl.float32)
-        z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+        z = transform_block(x, scale, softcap, temperature, HAS_BIAS, HAS_SOFTCAP)
         tl.store(target_ptr + row, z)
 
     # A lane folds groups of neighbouring columns on its own: no exchange between threads until the
@@ -199,7 +198,7 @@ def lm_head_fold_kernel(
         x = tl.load(tile_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+        z = transform_block(x, scale, softcap, temperature, HAS_BIAS, HAS_SOFTCAP)
         if MEAN:
             total += tl.sum(tl.where(inside, z, 0.0), axis=1)
         z = tl.where(inside & (columns != target), z, float("-inf"))

@@ -153,12 +153,11 @@ def lm_head_gradient_kernel(
     target = tl.load(targets_ptr + row) - start
     if ROW_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    inverse_temperature = tl.div_rn(1.0, temperature)
 
     x = tl.load(tile_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    z = transform_block(x, scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP)
+    z = transform_block(x, scale, softcap, temperature, HAS_BIAS, HAS_SOFTCAP)
     centred = z - tl.load(centre_ptr + row)
     p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
     polynomial = tl.load(linear_ptr + row)
@@ -173,7 +172,7 @@ def lm_head_gradient_kernel(
         gradient += tl.load(constant_ptr + row)
     rest = tl.load(target_rest_ptr + row)
     gradient += tl.where(columns == target, rest, -p * tl.load(target_ptr + row))
-    gradient *= slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP)
+    gradient *= slope_block(x, scale, softcap, temperature, HAS_SOFTCAP)
     if HAS_BIAS:
         gradient = tl.where(z == float("-inf"), 0.0, gradient)
     out = out_ptr + row * out_stride + columns

@@ -88,13 +88,15 @@ def _tanh(a):
 
 @jit
 def transform_block(
-    x, scale, softcap, inverse_temperature, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+    x, scale, softcap, temperature, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
     """z of a block x of raw float32 logits (bias added already)."""
     if HAS_SOFTCAP:
-        z = _tanh(tl.div_rn(x * scale, softcap)) * (softcap * inverse_temperature)
+        # Factors rounded beforehand would shift all logits the same way: an error that adds up over
+        # the rows of a gradient, where those of single logits cancel.
+        z = tl.div_rn(_tanh(tl.div_rn(x * scale, softcap)) * softcap, temperature)
     else:
-        z = x * (scale * inverse_temperature)
+        z = x * (scale * tl.div_rn(1.0, temperature))
     if HAS_BIAS:
         # only a bias masks tokens; the cap or a scale <= 0 would turn -inf into something else
         z = tl.where(x == float("-inf"), float("-inf"), z)
@@ -102,12 +104,12 @@ def transform_block(
 
 
 @jit
-def slope_block(x, scale, softcap, inverse_temperature, HAS_SOFTCAP: tl.constexpr):
+def slope_block(x, scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
     """dz / dx of a block x of raw float32 logits.
 
     1 - tanh(a)^2 = 4 t / (1 + t)^2 with t = exp(-2|a|) keeps its digits where the cap saturates.
     """
-    slope = scale * inverse_temperature
+    slope = scale * tl.div_rn(1.0, temperature)
     if HAS_SOFTCAP:
         t = tl.exp(-2.0 * tl.abs(x * (scale / softcap)))
         slope = slope * (4.0 * t / ((1.0 + t) * (1.0 + t)))

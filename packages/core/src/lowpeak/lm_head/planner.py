@@ -50,7 +50,7 @@ class Budgets:
 _BUDGETS = {
     "cpu": Budgets("x86-64, 2 cores", 16 * MiB, 16 * MiB, 16, 16 * MiB, 16),
 }
-_ACCELERATOR = Budgets("NVIDIA H200", 128 * MiB, 256 * MiB, 128, 1024 * MiB, 512)
+_ACCELERATOR = Budgets("NVIDIA H200", 128 * MiB, 280 * MiB, 128, 1024 * MiB, 512)
 
 
 @dataclass(frozen=True)

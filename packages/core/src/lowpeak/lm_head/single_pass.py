@@ -36,10 +36,12 @@ class CoefficientSource(Protocol):
     """Knows the upstream gradients of each row."""
 
     def __call__(
-        self, sums: RowStatistics, first: int, last: int
+        self, sums: RowStatistics, own: RowStatistics, first: int, last: int
     ) -> tuple[RowCoefficients, Tensor | None]:
-        """Coefficients of rows [first, last), whose `sums` are complete, and what they were
-        divided by (float16)."""
+        """Coefficients of rows [first, last), and what they were divided by (float16).
+
+        `sums` are those of the outputs, `own` those of the logits that turn into their gradient.
+        """
 
 
 class TargetSource:
@@ -85,10 +87,10 @@ class TargetSource:
         return cls(inputs, target, power, backend, apart)
 
     def __call__(
-        self, sums: RowStatistics, first: int, last: int
+        self, sums: RowStatistics, own: RowStatistics, first: int, last: int
     ) -> tuple[RowCoefficients, Tensor | None]:
         rows = self._rows.rows(first, last)
-        self._fill(sums, rows)
+        self._fill(own, rows)
         if self._apart:
             rows.target_rest.zero_()
         return rows, self._power
@@ -103,11 +105,13 @@ class ExpectedSource:
         self._expect = expect
 
     def __call__(
-        self, sums: RowStatistics, first: int, last: int
+        self, sums: RowStatistics, own: RowStatistics, first: int, last: int
     ) -> tuple[RowCoefficients, Tensor | None]:
         vocabulary = self._inputs.weight.size(0)
         outputs = finish_statistics(sums, vocabulary, self._names)
         expected = self._expect(outputs, first, last)
+        if own is not sums:
+            outputs = finish_statistics(own, vocabulary, self._names)
         coefficients = row_coefficients(outputs, expected, vocabulary)
         if self._inputs.compute_dtype != torch.float16:
             return coefficients, None
@@ -154,6 +158,12 @@ def _make_gradients(
     triton = use_triton(backend, inputs)
     # so that the outputs are those of a forward that keeps nothing, to the last bit
     products = use_products(backend, inputs)
+    # p of rounded logits must add up to 1: the gradient takes the sums of those
+    rounded = products and inputs.tile_dtype != inputs.statistics_dtype
+    own = sums
+    if rounded:
+        rows, device = inputs.hidden.size(0), inputs.hidden.device
+        own = RowStatistics.empty(rows, folded, inputs.statistics_dtype, device)
     fold = fold_tile_triton if triton else _fold_copy
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     plan = keep.plan(inputs, triton, scratch_bytes)
@@ -161,7 +171,7 @@ def _make_gradients(
     buffer = walk.gradient_buffer()
     gradients: ChunkGradients | NormalizerGradients
     if keep.normalizer:
-        gradients = NormalizerGradients(inputs, keep, targets, sums)
+        gradients = NormalizerGradients(inputs, keep, targets, own)
     else:
         several = plan.rows < inputs.hidden.size(0)
         gradients = ChunkGradients(inputs, keep, several and accumulates_in_halves(inputs, triton))
@@ -172,14 +182,16 @@ def _make_gradients(
     for start, end, weight in walk.vocabulary_blocks():  # a single one
         for first, last in walk.row_blocks():
             part = sums.rows(first, last)
+            own_part = part if own is sums else own.rows(first, last)
             common = (inputs.bias, targets[first:last], inputs.rows(first, last).temperature)
             if products:
                 logits = walk.room(first, last, weight)
                 _fold_products(walk, weight, (first, last), common, part, folded, logits)
             else:
                 logits = walk.logits(first, last, weight)
-                fold(logits, *common, part, 0, inputs.transform, folded)
-            coefficients, power = source(part, first, last)
+            if rounded or not products:
+                fold(logits, *common, own_part, 0, inputs.transform, folded)
+            coefficients, power = source(part, own_part, first, last)
             tile = walk.gradient_tile(buffer, logits)
             gradient_of(logits, *common, coefficients, 0, inputs.transform, tile)
             gradients.add(tile, first, last, weight, walk.own_hidden(first, last), power)
