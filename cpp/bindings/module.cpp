@@ -1,10 +1,17 @@
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <vector>
+
 #include "lowpeak/build_info.hpp"
+#include "lowpeak/packing.hpp"
 
 namespace py = pybind11;
 
 namespace {
+
+using Integers = py::array_t<std::int64_t, py::array::c_style>;
 
 py::dict build_info() {
   const lowpeak::BuildInfo& info = lowpeak::build_info();
@@ -17,9 +24,27 @@ py::dict build_info() {
   return result;
 }
 
+Integers copied(const std::vector<std::int64_t>& values) {
+  return Integers(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+py::tuple best_fit_decreasing(const Integers& lengths, std::int64_t capacity) {
+  if (lengths.ndim() != 1) throw py::value_error("lengths must have one dimension");
+  // A copy: without the GIL another thread might write to the array between check and use.
+  const std::vector<std::int64_t> own(lengths.data(), lengths.data() + lengths.size());
+  lowpeak::Packing packing;
+  {
+    py::gil_scoped_release unlocked;
+    packing = lowpeak::best_fit_decreasing(own.data(), own.size(), capacity);
+  }
+  return py::make_tuple(copied(packing.items), copied(packing.offsets));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
   m.doc() = "Native part of lowpeak: no libtorch, no CUDA runtime.";
   m.def("build_info", &build_info, "How the extension was built.");
+  m.def("best_fit_decreasing", &best_fit_decreasing, py::arg("lengths").noconvert(),
+        py::arg("capacity"), "Items bin after bin, and where each bin begins.");
 }
