@@ -1,5 +1,6 @@
 """Packing over the whole dataset: TRL's strategies, without its windows of 1000 rows."""
 
+from .dataset import pack_dataset
 from .plan import STRATEGIES, PackingPlan, PackingReport, Strategy, pack_lengths
 
 __all__ = [
@@ -7,5 +8,6 @@ __all__ = [
     "PackingPlan",
     "PackingReport",
     "Strategy",
+    "pack_dataset",
     "pack_lengths",
 ]
