@@ -144,3 +144,34 @@ def test_wrong_input_is_named() -> None:
         pack_dataset(rows, 4, "ffd")
     with pytest.raises(ValueError, match="seq_length must be at least 1, not 0"):
         pack_dataset(rows, 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seq_length"),
+    [
+        ([3, 37, 7, 16, 9, 50], 16),
+        (np.random.default_rng(9).integers(0, 7, 2500).tolist(), 8),
+    ],
+    ids=["long", "many"],
+)
+def test_c9_overlong_documents(lengths: list[int], seq_length: int) -> None:
+    """bfd keeps the beginnings, bfd_split every token in whole pieces, wrapped the stream."""
+    ids = [[100 * row + place for place in range(n)] for row, n in enumerate(lengths)]
+    dataset = Dataset.from_dict({"input_ids": ids})
+
+    def documents(strategy: Strategy) -> list[list[int]]:
+        packed = pack_dataset(dataset, seq_length, strategy)[:]
+        result = []
+        for row, sizes in zip(packed["input_ids"], packed["seq_lengths"], strict=True):
+            assert len(row) == sum(sizes) <= seq_length
+            ends = np.cumsum(sizes).tolist()
+            result += [row[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return sorted(result)
+
+    pieces = [row[i : i + seq_length] for row in ids for i in range(0, len(row), seq_length)]
+    assert documents("bfd") == [row[:seq_length] for row in ids if row]
+    assert documents("bfd_split") == pieces
+    stream = [token for row in ids for token in row]
+    assert pack_dataset(dataset, seq_length, "wrapped")[:]["input_ids"] == [
+        stream[i : i + seq_length] for i in range(0, len(stream), seq_length)
+    ]
