@@ -25,5 +25,6 @@ html_title = f"lowpeak {release}"
 copybutton_prompt_text = r"\$ "
 
 default_role = "code"
+myst_heading_anchors = 2
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
