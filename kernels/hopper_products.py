@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_shim import TRITON_AVAILABLE
+from .triton_shim import TRITON_AVAILABLE, jit, tl
 
 # Of eight shapes the fastest on an H200, at [8192, 1152] x [262144, 1152] and [8192, 4096] x
 # [128256, 4096].
@@ -44,6 +44,36 @@ def products_serve(*factors: Tensor) -> bool:
         and x.data_ptr() % _ALIGNMENT == 0
         for x in factors
     )
+
+
+@jit
+def grouped(item, outer, inner, GROUP: tl.constexpr):
+    """(outer index, inner index) of one of outer * inner blocks: GROUP outer blocks take every
+    inner one before the next GROUP begins, so that what they read stays in the cache."""
+    first = item // (GROUP * inner) * GROUP
+    size = min(outer - first, GROUP)
+    within = item % (GROUP * inner)
+    return first + within % size, within // size
+
+
+@jit
+def logits_block(
+    hidden,
+    weight,
+    start_n,
+    start_v,
+    features,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """A block of hidden @ weight^T in float32, summed in the same order wherever it is made."""
+    x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for start_h in range(0, features, BLOCK_H):
+        # what lies outside of the tensors is read as zero
+        block = weight.load([start_v, start_h])
+        x = tl.dot(hidden.load([start_n, start_h]), block.T, x)
+    return x
 
 
 def programs(device: torch.device, blocks: int) -> int:

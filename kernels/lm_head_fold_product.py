@@ -24,6 +24,8 @@ from .hopper_products import (
     compiled_variant,
     factor_descriptors,
     factor_types,
+    grouped,
+    logits_block,
     programs,
 )
 from .lm_head_fold import Folded, RowStatistics
@@ -83,11 +85,8 @@ def lm_head_fold_product_kernel(
     row_blocks = tl.cdiv(rows, BLOCK_N)
     spans = tl.cdiv(width, BLOCK_V * SPAN)
     for item in range(tl.program_id(0), row_blocks * spans, programs):
-        first_row_block = item // (GROUP * spans) * GROUP
-        group = min(row_blocks - first_row_block, GROUP)
-        within = item % (GROUP * spans)
-        start_n = (first_row_block + within % group) * BLOCK_N
-        span = within // group
+        row_block, span = grouped(item, row_blocks, spans, GROUP)
+        start_n = row_block * BLOCK_N
         row = start_n + tl.arange(0, BLOCK_N)
         counts = row < rows
         target = tl.load(targets_ptr + row, mask=counts, other=-1) - start
@@ -106,11 +105,7 @@ def lm_head_fold_product_kernel(
         before = tl.full((BLOCK_N,), float("-inf"), tl.float32)
         last_v = min((span + 1) * SPAN * BLOCK_V, width)
         for start_v in range(span * SPAN * BLOCK_V, last_v, BLOCK_V):
-            x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-            for start_h in range(0, features, BLOCK_H):
-                # what lies outside of the tensors is read as zero
-                block = weight.load([start_v, start_h])
-                x = tl.dot(hidden.load([start_n, start_h]), block.T, x)
+            x = logits_block(hidden, weight, start_n, start_v, features, BLOCK_N, BLOCK_V, BLOCK_H)
             column = start_v + tl.arange(0, BLOCK_V)
             if STORE:
                 where = row[:, None].to(tl.int64) * logits_stride + column[None, :]

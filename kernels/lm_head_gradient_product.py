@@ -22,6 +22,8 @@ from .hopper_products import (
     compiled_variant,
     factor_descriptors,
     factor_types,
+    grouped,
+    logits_block,
     programs,
 )
 from .lm_head_gradient import RowCoefficients
@@ -70,16 +72,9 @@ def lm_head_gradient_product_kernel(
     row_blocks = tl.cdiv(rows, BLOCK_N)
     column_blocks = tl.cdiv(width, BLOCK_V)
     for item in range(tl.program_id(0), row_blocks * column_blocks, programs):
-        first_row_block = item // (GROUP * column_blocks) * GROUP
-        group = min(row_blocks - first_row_block, GROUP)
-        within = item % (GROUP * column_blocks)
-        start_n = (first_row_block + within % group) * BLOCK_N
-        start_v = within // group * BLOCK_V
-        x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for start_h in range(0, features, BLOCK_H):
-            # what lies outside of the tensors is read as zero
-            block = weight.load([start_v, start_h])
-            x = tl.dot(hidden.load([start_n, start_h]), block.T, x)
+        row_block, column_block = grouped(item, row_blocks, column_blocks, GROUP)
+        start_n, start_v = row_block * BLOCK_N, column_block * BLOCK_V
+        x = logits_block(hidden, weight, start_n, start_v, features, BLOCK_N, BLOCK_V, BLOCK_H)
         row = start_n + tl.arange(0, BLOCK_N)
         column = start_v + tl.arange(0, BLOCK_V)
         # a row behind the last has its numbers, and is not written

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hopper_products import AOT_TARGETS, descriptor
+from .hopper_products import AOT_TARGETS, descriptor, grouped
 from .hopper_products import programs as programs_for
 from .triton_shim import jit, tl
 
@@ -85,13 +85,9 @@ def lm_head_weight_gradient_kernel(
 ):
     blocks_v = tl.cdiv(vocabulary, BLOCK_V)
     blocks_h = tl.cdiv(width, BLOCK_H)
-    for block in range(tl.program_id(0), blocks_v * blocks_h, programs):
-        # GROUP blocks of the vocabulary share the hidden states they read
-        first_v = block // (GROUP * blocks_h) * GROUP
-        group = min(blocks_v - first_v, GROUP)
-        inner = block % (GROUP * blocks_h)
-        start_v = (first_v + inner % group) * BLOCK_V
-        start_h = inner // group * BLOCK_H
+    for item in range(tl.program_id(0), blocks_v * blocks_h, programs):
+        block_v, block_h = grouped(item, blocks_v, blocks_h, GROUP)
+        start_v, start_h = block_v * BLOCK_V, block_h * BLOCK_H
         total = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
         for start_n in range(0, tokens, BLOCK_N):
             # what lies outside of the tensors is read as zero

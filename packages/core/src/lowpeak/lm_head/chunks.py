@@ -167,9 +167,9 @@ def choose_keep(
     if serves and keep.fits(inputs, triton, scratch_bytes):
         return keep
     rows = 0
-    # the products that make logits anew take less time than reading them
-    kept_logits = scratch_bytes is not None and not use_products(backend, inputs)
-    if scratch_bytes is not None and kept_logits and not torch.compiler.is_compiling():
+    # Hopper's products make logits anew in less time than it takes to read them
+    recompute = torch.compiler.is_compiling() or use_products(backend, inputs)
+    if scratch_bytes is not None and not recompute:
         left = scratch_bytes - default_scratch_bytes(inputs.hidden.device.type)
         rows = left // (logits_pitch(inputs) * inputs.tile_dtype.itemsize)
     return Keep("logits", logits=rows) if rows > 0 else Keep()

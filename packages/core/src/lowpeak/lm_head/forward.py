@@ -32,10 +32,11 @@ def run_forward(
     `targets` [N] int64 in [0, V). The raw logits of the first rows are written into `logits`
     [k, V or more], which counts as scratch.
     """
-    sums = empty_statistics(inputs, names)
+    folded = folded_for(names)
+    sums = empty_statistics(inputs, folded)
     if scratch_bytes is not None and logits is not None:
         scratch_bytes -= logits.numel() * logits.element_size()
-    fold_tiles(inputs, targets, sums, folded_for(names), scratch_bytes, backend, logits)
+    fold_tiles(inputs, targets, sums, folded, scratch_bytes, backend, logits)
     return finish_statistics(sums, inputs.weight.size(0), names)
 
 
@@ -49,10 +50,10 @@ def folded_for(names: tuple[str, ...]) -> Folded:
     )
 
 
-def empty_statistics(inputs: HeadInputs, names: tuple[str, ...]) -> RowStatistics:
+def empty_statistics(inputs: HeadInputs, folded: Folded) -> RowStatistics:
     """Statistics of the inputs' rows before any logit."""
     rows, device = inputs.hidden.size(0), inputs.hidden.device
-    return RowStatistics.empty(rows, folded_for(names), inputs.statistics_dtype, device)
+    return RowStatistics.empty(rows, folded, inputs.statistics_dtype, device)
 
 
 def fold_tiles(

@@ -133,8 +133,8 @@ def run_single_pass(
     The gradients are those of hidden [active, H], weight [V, H], bias [V] and the factors of a
     low-rank addition, [active, R] and [V, R]; only the first `active` > 0 rows have one.
     """
-    sums = empty_statistics(inputs, names)
     folded = folded_for(names)
+    sums = empty_statistics(inputs, folded)
     total = inputs.hidden.size(0)
     if active < total:  # first, before the accumulators take their memory
         rest = (inputs.rows(active, total), targets[active:], sums.rows(active, total))
@@ -160,10 +160,7 @@ def _make_gradients(
     products = use_products(backend, inputs)
     # p of rounded logits must add up to 1: the gradient takes the sums of those
     rounded = products and inputs.tile_dtype != inputs.statistics_dtype
-    own = sums
-    if rounded:
-        rows, device = inputs.hidden.size(0), inputs.hidden.device
-        own = RowStatistics.empty(rows, folded, inputs.statistics_dtype, device)
+    own = empty_statistics(inputs, folded) if rounded else sums
     fold = fold_tile_triton if triton else _fold_copy
     gradient_of = gradient_tile_triton if triton else gradient_tile_torch
     plan = keep.plan(inputs, triton, scratch_bytes)
