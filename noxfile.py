@@ -172,7 +172,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(name="compile-kernels")
 def compile_kernels(session: nox.Session) -> None:
     """Compile every Triton kernel for NVIDIA and AMD GPUs; none needs to be there."""
-    session.install(*CPU, "-e", "./packages/core", "triton", "numpy")
+    session.install(*CPU, "-e", "./packages/core", "triton")
     environment = {"TRITON_INTERPRET": None}
     session.run("python", "tools/compile_kernels.py", *session.posargs, env=environment)
 

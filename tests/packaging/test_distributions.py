@@ -35,6 +35,8 @@ print(lowpeak.__file__)
 hidden, weight = torch.ones(2, 3), torch.eye(3)
 out = lowpeak.fused_lm_head(hidden, weight, torch.tensor([0, 2]))
 torch.testing.assert_close(out.log_probs, torch.full((2,), -torch.tensor(3.0).log().item()))
+import lowpeak.packing
+assert lowpeak.packing.best_fit_decreasing([3, 5, 2], 8).items.tolist() == [1, 0, 2]
 """
 # What a name of a file inside an sdist or a wheel must not contain.
 LITTER = ("stale", ".cache", "CMakeCache", "__pycache__", "/tests/", ".git", "/build/")
@@ -83,9 +85,9 @@ def test_wheel_holds_one_typed_package(dist: Path, name: str) -> None:
 
 
 def test_core_alone_imports_without_optional_packages(dist: Path, tmp_path: Path) -> None:
-    python = clean_environment(tmp_path / "env", "torch", without=["triton"])
+    python = clean_environment(tmp_path / "env", "torch", "numpy", without=["triton"])
     # What torch itself requires differs from build to build, and is not ours to resolve.
-    assert declared_requirements(wheel_of(dist, "core")) == {"torch>=2.11"}
+    assert declared_requirements(wheel_of(dist, "core")) == {"numpy>=1.26", "torch>=2.11"}
     pip(python, "install", "--no-index", "--no-deps", wheel_of(dist, "core"))
     # From an empty folder and isolated: nothing but the environment is on the path.
     where = run_clean(python, "-I", "-c", IMPORT_CORE)
@@ -96,7 +98,8 @@ def test_core_alone_imports_without_optional_packages(dist: Path, tmp_path: Path
     assert "- trl: not installed" in report
 
 
-OF_TRAINERS = {"torch": "2.11.0", "trl": "1.16.0", "transformers": "5.17.0"}
+OF_CORE = {"numpy": "1.26.0", "torch": "2.11.0"}
+OF_TRAINERS = {**OF_CORE, "trl": "1.16.0", "transformers": "5.17.0"}
 OF_BENCH = {**OF_TRAINERS, "matplotlib": "3.9.0", "rich": "13.0.0", "tqdm": "4.66.0"}
 
 
@@ -124,7 +127,7 @@ def test_each_distribution_pulls_its_own_version(
     python = clean_environment(tmp_path / "env")
     core_and_trainers = ("lowpeak-core", "lowpeak-trainers")
     for name, pulled, others in (
-        ("lowpeak-core", ("lowpeak-core",), {"torch": "2.11.0"}),
+        ("lowpeak-core", ("lowpeak-core",), OF_CORE),
         ("lowpeak-trainers", core_and_trainers, OF_TRAINERS),
         ("lowpeak-bench", (*core_and_trainers, "lowpeak-bench"), OF_BENCH),
         ("lowpeak-core[trainers]", core_and_trainers, OF_TRAINERS),

@@ -1,7 +1,4 @@
-"""Best-fit decreasing bin packing: native where the extension was built, else the same in Python.
-
-It needs numpy, which transformers brings.
-"""
+"""Best-fit decreasing bin packing: native where the extension was built, in Python elsewhere."""
 
 from bisect import bisect_left, insort
 from collections import deque
