@@ -19,6 +19,9 @@ SUPPORTED_TRL = ">=1.16.0,<2"
 HEAD_NAME = "add_fused_lm_head"
 # By it TRL tells a head with an adapter. Its modules have it where peft is installed.
 TUNER_NAME = "BaseTunerLayer"
+PACK_NAME = "pack_dataset"
+PACKING_MODULE = "trl.trainer.sft_trainer"
+_PACK_PARAMETERS = "dataset, seq_length, strategy='bfd', map_kwargs=None"
 SEAM_MODULES = (
     "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer",
@@ -38,6 +41,16 @@ TRAINER_CLASSES = {
     "trl.trainer.grpo_trainer": "GRPOTrainer",
     "trl.trainer.rloo_trainer": "RLOOTrainer",
     "trl.trainer.reward_trainer": "RewardTrainer",
+}
+# Those that drop rows while they prepare a dataset, and the parameters of that method.
+PREPARE_NAME = "_prepare_dataset"
+_PREPARE_PARAMETERS = "self, dataset, processing_class, args, dataset_name"
+PREPARING_MODULES = {
+    "trl.trainer.sft_trainer": "self, dataset, processing_class, args, packing, formatting_func, "
+    "dataset_name",
+    "trl.trainer.dpo_trainer": _PREPARE_PARAMETERS,
+    "trl.trainer.kto_trainer": _PREPARE_PARAMETERS,
+    REWARD_MODULE: _PREPARE_PARAMETERS,
 }
 # What lowpeak overrides in the trainer of DISTILLATION_MODULE, or calls, and its parameters.
 DISTILLATION_METHODS = {
@@ -83,9 +96,9 @@ def check_trl(replacement: Callable[..., Any]) -> None:
     """Raise UnsupportedTrlError unless the installed TRL has the seam that `replacement` fits.
 
     Checked are the version, `add_fused_lm_head` in each of SEAM_MODULES with the parameters and
-    defaults of `replacement`, PEFT's `BaseTunerLayer` there, the names in TRAINER_CLASSES, the
-    fields of TRL's fused output, and the methods of its DistillationTrainer that lowpeak overrides.
-    All faults come in one error.
+    defaults of `replacement`, PEFT's `BaseTunerLayer` there, `pack_dataset`, the names in
+    TRAINER_CLASSES, the fields of TRL's fused output, and the methods of its trainers that lowpeak
+    overrides. All faults come in one error.
     """
     if not SpecifierSet(SUPPORTED_TRL).contains(trl.__version__, prereleases=True):
         raise _unsupported(["its version is not supported"])
@@ -104,6 +117,11 @@ def check_trl(replacement: Callable[..., Any]) -> None:
         for name, trainer in TRAINER_CLASSES.items()
         if trainer not in vars(importlib.import_module(name))
     ]
+    faults += _pack_faults(importlib.import_module(PACKING_MODULE))
+    for name, parameters in PREPARING_MODULES.items():
+        faults += _method_faults(
+            importlib.import_module(name), TRAINER_CLASSES[name], {PREPARE_NAME: parameters}
+        )
     faults += _output_faults(importlib.import_module("trl.trainer.utils"))
     faults += _method_faults(
         importlib.import_module(DISTILLATION_MODULE), "DistillationTrainer", DISTILLATION_METHODS
@@ -138,6 +156,16 @@ def _module_faults(module: ModuleType, replacement: Callable[..., Any]) -> list[
     if found != wanted:
         return [f"{module.__name__}.{HEAD_NAME} takes ({found}), not ({wanted})"]
     return []
+
+
+def _pack_faults(module: ModuleType) -> list[str]:
+    stock = vars(module).get(PACK_NAME)
+    if stock is None:
+        return [f"{module.__name__} has no {PACK_NAME}"]
+    found = _parameters(stock)
+    if found == _PACK_PARAMETERS:
+        return []
+    return [f"{module.__name__}.{PACK_NAME} takes ({found}), not ({_PACK_PARAMETERS})"]
 
 
 def _tuner_faults(module: ModuleType) -> list[str]:

@@ -2,9 +2,9 @@
 
 TRL refuses an adapter on the head, which it finds by the module global `BaseTunerLayer`: that is
 replaced too. Both are replaced only while a trainer is being built, because reference models are
-made and their log-probabilities precomputed inside `__init__`. What replaces them looks up the
-installer of its own context, so trainers built by other threads at the same time keep the head of
-TRL. The same holds for `__init__` of TRL's trainers, replaced while `enabled()` lasts.
+made and their log-probabilities precomputed inside `__init__`. `pack_dataset` is replaced while a
+dataset is prepared, there and in `evaluate`. What replaces them looks up the installer or packer of
+its own context, so trainers built by other threads at the same time keep what TRL has. The same holds for `__init__` of TRL's trainers, replaced while `enabled()` lasts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import nn
 from .compatibility import (
     DISTILLATION_MODULE,
     HEAD_NAME,
+    PACK_NAME,
+    PACKING_MODULE,
     REWARD_MODULE,
     SEAM_MODULES,
     TRAINER_CLASSES,
@@ -55,9 +57,40 @@ class Installer(Protocol):
     ) -> None: ...
 
 
+class PackFunction(Protocol):
+    """Signature of TRL's `pack_dataset`."""
+
+    def __call__(
+        self,
+        dataset: Any,
+        seq_length: int,
+        strategy: str = "bfd",
+        map_kwargs: dict[str, Any] | None = None,
+    ) -> Any: ...
+
+
 _installer: ContextVar[Installer | None] = ContextVar("lowpeak_head_installer", default=None)
 # Whether the installer's heads take adapters along.
 _takes_adapters: ContextVar[bool] = ContextVar("lowpeak_head_takes_adapters", default=False)
+_packer: ContextVar[PackFunction | None] = ContextVar("lowpeak_packer", default=None)
+
+
+def _installing(stock: FusedHeadFunction) -> FusedHeadFunction:
+    """Asks the installer of the context for the head, or `stock` where there is none."""
+
+    def add_fused_lm_head(
+        model: nn.Module,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        installer = _installer.get()
+        if installer is None:
+            stock(model, temperature, cast_lm_head_to_fp32, outputs)
+        else:
+            installer(stock, model, temperature, cast_lm_head_to_fp32, outputs)
+
+    return add_fused_lm_head
 
 
 def _stand_in(tuner_layer: type) -> type:
@@ -70,6 +103,27 @@ def _stand_in(tuner_layer: type) -> type:
     return StandIn(tuner_layer.__name__, (), {})
 
 
+def _packing(stock: PackFunction) -> PackFunction:
+    """Lets the packer of the context pack, or `stock` where there is none."""
+
+    def pack_dataset(
+        dataset: Any,
+        seq_length: int,
+        strategy: str = "bfd",
+        map_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return (_packer.get() or stock)(dataset, seq_length, strategy, map_kwargs)
+
+    return pack_dataset
+
+
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    HEAD_NAME: _installing,
+    TUNER_NAME: _stand_in,
+    PACK_NAME: _packing,
+}
+
+
 class ModuleSeam:
     """Replaces the globals of one TRL module for as long as anyone uses it."""
 
@@ -77,8 +131,7 @@ class ModuleSeam:
         self._module_name = module_name
         self._lock = threading.Lock()
         self._users = 0
-        self._stock: FusedHeadFunction | None = None
-        self._tuner_layer: type | None = None
+        self._stock: dict[str, Any] = {}
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -93,39 +146,19 @@ class ModuleSeam:
         with self._lock:
             if self._users == 0:
                 module = importlib.import_module(self._module_name)
-                self._stock = vars(module).get(HEAD_NAME)
-                if self._stock is not None:
-                    setattr(module, HEAD_NAME, self._dispatch)
-                self._tuner_layer = vars(module).get(TUNER_NAME)
-                if self._tuner_layer is not None:
-                    setattr(module, TUNER_NAME, _stand_in(self._tuner_layer))
+                found = vars(module)
+                self._stock = {name: found[name] for name in _REPLACEMENTS if name in found}
+                for name, stock in self._stock.items():
+                    setattr(module, name, _REPLACEMENTS[name](stock))
             self._users += 1
 
     def _leave(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                module = sys.modules[self._module_name]
-                if self._stock is not None:
-                    setattr(module, HEAD_NAME, self._stock)
-                if self._tuner_layer is not None:
-                    setattr(module, TUNER_NAME, self._tuner_layer)
-                self._stock = self._tuner_layer = None
-
-    def _dispatch(
-        self,
-        model: nn.Module,
-        temperature: float = 1.0,
-        cast_lm_head_to_fp32: bool = False,
-        outputs: tuple[str, ...] = ("log_probs",),
-    ) -> None:
-        stock = self._stock
-        assert stock is not None, "the replacement outlived its seam"
-        installer = _installer.get()
-        if installer is None:
-            stock(model, temperature, cast_lm_head_to_fp32, outputs)
-        else:
-            installer(stock, model, temperature, cast_lm_head_to_fp32, outputs)
+                for name, stock in self._stock.items():
+                    setattr(sys.modules[self._module_name], name, stock)
+                self._stock = {}
 
 
 # TRL's DistillationTrainer asks for no head, but refuses an adapter on it like the others.
@@ -152,6 +185,17 @@ def heads_from(
     finally:
         _takes_adapters.reset(adapters)
         _installer.reset(token)
+
+
+@contextmanager
+def datasets_packed_by(packer: PackFunction) -> Iterator[None]:
+    """Let `packer` pack the datasets that SFTTrainer prepares in this context."""
+    token = _packer.set(packer)
+    try:
+        with SEAMS[PACKING_MODULE].open():
+            yield
+    finally:
+        _packer.reset(token)
 
 
 class Builder(Protocol):
