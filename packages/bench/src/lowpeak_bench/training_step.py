@@ -279,13 +279,13 @@ def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) ->
     results: list[StepResult] = []
     for case in cases:
         results = with_ratios([*results, run_case(case, options, tokenizer)])
-        # One line a case, so that a run cut short still shows what it had.
+        # A line and the JSON after each case, so that a run cut short still shows what it had.
         stream.write(f"{json.dumps(dataclasses.asdict(results[-1]))}\n")
         stream.flush()
+        if options.json is not None:
+            _write_json(options, results)
     stream.write(table.heading(f"{options.config}, {options.dtype}", stream))
     stream.write(render_results(results))
-    if options.json is not None:
-        _write_json(options, results)
     return int(any(result.failure and result.side != STOCK for result in results))
 
 
