@@ -125,7 +125,7 @@ def test_packing_is_global() -> None:
 def test_report_reads_well() -> None:
     assert str(pack_lengths([6, 2, 0, 2], 4).report) == (
         "bfd: 4 rows of 10 tokens in 2 packed rows of 4, 100.00% full; "
-        "1 rows truncated (2 tokens dropped), 0 split, 1 empty"
+        "1 rows truncated (2 tokens dropped), 0 split (0 tokens split off), 1 empty"
     )
 
 

@@ -13,11 +13,12 @@ from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
 from .expecting import ExpectsGradients
 from .padding_free import PaddingFree
+from .preparation import PreparesDatasets, preparing
 from .seam import trainers_from, trl_modules_of
 from .use_cache import KeepsUseCache
 
 
-class LowpeakMixin(ExpectsGradients, KeepsUseCache, TokenWeightedEvaluation):
+class LowpeakMixin(ExpectsGradients, KeepsUseCache, PreparesDatasets, TokenWeightedEvaluation):
     """Gives the TRL trainer that follows it in the bases the memory techniques of lowpeak.
 
     `class Mine(LowpeakMixin, MyGRPOTrainer)` needs nothing else. Settings come from the trainer's
@@ -83,7 +84,8 @@ def enabled(
     """Let stock SFT, DPO, KTO, GRPO, RLOO and reward trainers of TRL built inside use lowpeak.
 
     `with lowpeak_trainers.enabled(): trainer = trl.DPOTrainer(...)`; training may happen outside.
-    They get the head, the attention and the padding-free batches that the trainers of lowpeak get.
+    They get the head, the attention, the padding-free batches and the packing that the trainers of
+    lowpeak get; a dataset given to `evaluate` is packed by TRL.
     Trainers that have LowpeakMixin keep their own settings. Threads started inside are not
     affected. DistillationTrainer, whose loss a subclass overrides, stays as TRL made it.
 
@@ -105,7 +107,10 @@ def enabled(
             init(*args, **kwargs)
             return
         layout = PaddingFree()
-        with equipped(trainer, layout, lambda: settings, lambda: options, (args, kwargs)):
+        with (
+            preparing(trainer),
+            equipped(trainer, layout, lambda: settings, lambda: options, (args, kwargs)),
+        ):
             init(*args, **kwargs)
 
     with trainers_from(build):

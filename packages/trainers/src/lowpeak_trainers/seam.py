@@ -4,7 +4,8 @@ TRL refuses an adapter on the head, which it finds by the module global `BaseTun
 replaced too. Both are replaced only while a trainer is being built, because reference models are
 made and their log-probabilities precomputed inside `__init__`. `pack_dataset` is replaced while a
 dataset is prepared, there and in `evaluate`. What replaces them looks up the installer or packer of
-its own context, so trainers built by other threads at the same time keep what TRL has. The same holds for `__init__` of TRL's trainers, replaced while `enabled()` lasts.
+its own context, so trainers built by other threads at the same time keep what TRL has. The same
+holds for `__init__` of TRL's trainers, replaced while `enabled()` lasts.
 """
 
 from __future__ import annotations

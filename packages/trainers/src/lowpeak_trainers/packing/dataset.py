@@ -9,13 +9,12 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from .plan import STRATEGIES, PackingPlan, Strategy, pack_lengths
-from .tables import gather, pack_table, row_lengths, with_seq_lengths
+from .tables import ROWS_READ_AT_ONCE, gather, pack_table, row_lengths, with_seq_lengths
 
 __all__ = ["pack_dataset"]
 
 logger = logging.getLogger("lowpeak.trainers")
 AnyDataset: TypeAlias = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
-ROWS_READ_AT_ONCE = 10_000
 
 
 def pack_dataset(
@@ -32,7 +31,8 @@ def pack_dataset(
     documents in each row. For the strategies see ``pack_lengths``.
 
     A streaming dataset is packed ``batch_size`` rows at a time (an entry of ``map_kwargs``, 1000 if
-    absent): as many are held in memory. Raises ValueError for an unknown strategy, a ``seq_length``
+    absent): as many are held in memory. The log has one INFO line with the report, of the first
+    batch where the dataset is a stream. Raises ValueError for an unknown strategy, a ``seq_length``
     below 1 or columns that disagree in length, TypeError for a column without lists.
     """
     if strategy not in STRATEGIES:
@@ -68,7 +68,7 @@ def _pack_all(
     batches = [row_lengths(table) for table in source.iter(batch_size=ROWS_READ_AT_ONCE)]
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *batches])
     plan = pack_lengths(lengths, seq_length, strategy)
-    logger.info("packing %s", plan.report)
+    logger.info("%s, %s", map_kwargs.get("desc", "packing"), plan.report)
     # A map over the source, though it reads other rows than its own: so caching, fingerprints,
     # processes and the place of the result are those of TRL's packing.
     packed = source.map(
@@ -105,10 +105,31 @@ def _pack_stream(
     dataset: IterableDataset, seq_length: int, strategy: Strategy, map_kwargs: dict[str, Any]
 ) -> IterableDataset:
     state = dataset._formatting
-    packed = dataset.with_format("arrow").map(
-        pack_table,
-        batched=True,
-        fn_kwargs={"seq_length": seq_length, "strategy": strategy},
-        **map_kwargs,
-    )
+    packer = StreamPacker(seq_length, strategy)
+    if dataset.features is None:
+        # Without types datasets gives each row a table of its own, and then does not join the table
+        # of an empty row, whose type nobody knows, to the others.
+        packed = dataset.with_format(None).map(packer.rows, batched=True, **map_kwargs)
+    else:
+        packed = dataset.with_format("arrow").map(packer.table, batched=True, **map_kwargs)
     return packed.with_format(None if state is None else state.format_type)
+
+
+class StreamPacker:
+    """Packs the batches of a stream, each for itself, and reports the first."""
+
+    def __init__(self, seq_length: int, strategy: Strategy) -> None:
+        self._seq_length = seq_length
+        self._strategy = strategy
+        self._reported = False
+
+    def table(self, table: pa.Table) -> pa.Table:
+        packed, report = pack_table(table, self._seq_length, self._strategy)
+        if not self._reported:
+            self._reported = True
+            logger.info("packing, the first rows of a stream, %s", report)
+        return packed
+
+    def rows(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        packed: dict[str, list[Any]] = self.table(pa.table(dict(columns))).to_pydict()
+        return packed

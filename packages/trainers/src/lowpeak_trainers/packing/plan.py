@@ -51,7 +51,8 @@ class PackingReport:
             f"{self.strategy}: {self.source_rows} rows of {self.source_tokens} tokens in "
             f"{self.rows} packed rows of {self.capacity}, {100 * self.fill_ratio:.2f}% full; "
             f"{self.truncated_rows} rows truncated ({self.dropped_tokens} tokens dropped), "
-            f"{self.split_rows} split, {self.empty_rows} empty"
+            f"{self.split_rows} split ({self.split_tokens} tokens split off), "
+            f"{self.empty_rows} empty"
         )
 
 

@@ -5,11 +5,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from .plan import Strategy, pack_lengths
+from .plan import PackingReport, Strategy, pack_lengths
 
 __all__ = ["gather", "pack_table", "row_lengths", "with_seq_lengths"]
 
 Integers = NDArray[np.int64]
+ROWS_READ_AT_ONCE = 10_000
 
 
 def row_lengths(table: pa.Table) -> Integers:
@@ -74,10 +75,12 @@ def with_seq_lengths(packed: pa.Table, lengths: Integers, offsets: Integers) -> 
     return packed.append_column("seq_lengths", column)
 
 
-def pack_table(table: pa.Table, seq_length: int, strategy: Strategy) -> pa.Table:
+def pack_table(
+    table: pa.Table, seq_length: int, strategy: Strategy
+) -> tuple[pa.Table, PackingReport]:
     """Packs the rows of one table; all but ``wrapped`` add the column ``seq_lengths``."""
     plan = pack_lengths(row_lengths(table), seq_length, strategy)
     packed = gather(table, plan.rows, plan.starts, plan.lengths, plan.offsets)
-    if strategy == "wrapped":
-        return packed
-    return with_seq_lengths(packed, plan.lengths, plan.offsets)
+    if strategy != "wrapped":
+        packed = with_seq_lengths(packed, plan.lengths, plan.offsets)
+    return packed, plan.report
