@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowpeak.attention import AttentionChoice, why_no_shared_prefixes
 from lowpeak.config import MemoryConfig
-from lowpeak.models import Rearranged
+from lowpeak.models import BatchLayout, Rearranged, SeveralCalls
 from lowpeak.pretrained import pretrained_model
 
 from .attention import choose_trainer_attention, reference_attention
@@ -23,6 +23,9 @@ from .padding_free_switch import hidden_from_trl, switch_padding_free, why_not_p
 from .removed_options import TrainerConfig
 from .seam import SEAMS, heads_from, trl_modules_of
 from .split_rows import SplitRows
+from .token_budget.budget import TokenBudget
+from .token_budget.config import TokenBudgetConfig
+from .token_budget.switch import switch_token_budget
 
 logger = logging.getLogger("lowpeak.trainers")
 
@@ -32,6 +35,7 @@ class RowOptions(NamedTuple):
 
     padding_free: bool | None = None
     share_prompts: bool = False
+    max_tokens_per_batch: int | None = None
 
 
 @contextmanager
@@ -41,6 +45,7 @@ def equipped(
     settings: Callable[[], MemoryConfig],
     wanted: Callable[[], RowOptions],
     given: tuple[Sequence[Any], Mapping[str, Any]],
+    budget: TokenBudget | None = None,
 ) -> Iterator[None]:
     """Around `__init__` of `trainer`: heads from lowpeak, then its attention and its layout.
 
@@ -50,6 +55,7 @@ def equipped(
         settings: asked for once the trainer has its arguments.
         wanted: likewise.
         given: the arguments of `__init__`.
+        budget: that of its batches, None for a trainer that has none.
     """
     modules = trl_modules_of(type(trainer))
     hidden: dict[int, Any] = {}
@@ -58,8 +64,16 @@ def equipped(
         chosen = wanted()
         return chosen._replace(padding_free=hidden.get(id(trainer.args), chosen.padding_free))
 
-    rows = TrainerRows(layout)
-    rows.arrange_by(lambda: _arrange(trainer, layout, rows.splitter, settings(), options()))
+    rows = TrainerRows(layout, budget)
+
+    def arrange() -> None:
+        chosen = options()
+        _arrange(trainer, layout, rows.splitter, settings(), chosen)
+        if budget is not None:
+            tokens, shared = chosen.max_tokens_per_batch, chosen.share_prompts
+            switch_token_budget(trainer, budget, tokens, layout.multiple, shared)
+
+    rows.arrange_by(arrange)
     installer = HeadFromConfig(type(trainer).__name__, settings, rows)
     with (
         heads_from(installer, [name for name in modules if name in SEAMS], takes_adapters(*given)),
@@ -77,11 +91,14 @@ class TrainerRows:
 
     Args:
         padding_free: what packs the padded calls.
+        budget: what makes several of calls without gradients.
     """
 
-    def __init__(self, padding_free: PaddingFree) -> None:
+    def __init__(self, padding_free: PaddingFree, budget: TokenBudget | None = None) -> None:
         self.splitter = SplitRows()
-        self._layouts = (self.splitter, padding_free)
+        self._layouts: tuple[BatchLayout, ...] = (self.splitter, padding_free)
+        if budget is not None:
+            self._layouts = (budget, *self._layouts)
         self._arrange: Callable[[], None] | None = None
 
     def arrange_by(self, arrange: Callable[[], None]) -> None:
@@ -94,10 +111,12 @@ class TrainerRows:
         if arrange is not None:
             arrange()
 
-    def __call__(self, arguments: dict[str, Any], labels: Tensor) -> Rearranged | None:
+    def __call__(
+        self, arguments: dict[str, Any], labels: Tensor
+    ) -> Rearranged | SeveralCalls | None:
         """The call in the layout that takes it, or None where it stays as it is."""
         self.arrange()
-        found: Iterator[Rearranged | None] = (layout(arguments, labels) for layout in self._layouts)
+        found = (layout(arguments, labels) for layout in self._layouts)
         return next((row for row in found if row is not None), None)
 
 
@@ -164,7 +183,8 @@ def why_head_forbids_packing(config: MemoryConfig) -> str | None:
 def row_options_of(args: Any) -> RowOptions:
     """The options of lowpeak; TRL's padding_free means another thing."""
     if isinstance(args, TrainerConfig):
-        return RowOptions(args.padding_free, args.share_prompts)
+        tokens = args.max_tokens_per_batch if isinstance(args, TokenBudgetConfig) else None
+        return RowOptions(args.padding_free, args.share_prompts, tokens)
     return RowOptions()
 
 

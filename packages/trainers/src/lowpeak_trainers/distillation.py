@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,8 +16,10 @@ from trl.trainer.utils import create_model_from_path
 
 from .fused_forward import why_head_is_off
 from .padding_free import IGNORE_INDEX
-from .removed_options import TrainerConfig
+from .reference import temporarily
 from .teacher import ScoredByTeacher
+from .token_budget.config import TokenBudgetConfig
+from .token_budget.distillation import GroupedRedirection
 
 logger = logging.getLogger("lowpeak.trainers")
 
@@ -34,7 +37,7 @@ _MULTIMODAL = (
 
 
 @dataclass
-class DistillationConfig(TrainerConfig, trl.DistillationConfig):
+class DistillationConfig(TokenBudgetConfig, trl.DistillationConfig):
     """Settings of `trl.DistillationConfig` and `lowpeak.MemoryConfig`, and `shared_vocabulary`."""
 
     shared_vocabulary: bool = field(
@@ -132,6 +135,18 @@ class DistillationMixin(ScoredByTeacher):
         suppressed = [*(self.generation_config.suppress_tokens or []), *tokens]
         self.generation_config.suppress_tokens = suppressed
         self.generation_kwargs["suppress_tokens"] = suppressed
+
+    @contextmanager
+    def _grouped(self, model: Any) -> Iterator[Any]:
+        groups = GroupedRedirection(
+            self._forward_redirection,
+            self._compute_loss,
+            self._budget,
+            lambda parts, told: self._differentiate(model, parts, told),
+            self.note_targets,
+        )
+        with temporarily(self, "_forward_redirection", groups):
+            yield model
 
     def _compute_loss(
         self,

@@ -8,11 +8,11 @@ import trl
 
 from .mixin import LowpeakMixin
 from .reference import ReferenceFirst
-from .removed_options import TrainerConfig
+from .token_budget.config import TokenBudgetConfig
 
 
 @dataclass
-class DPOConfig(TrainerConfig, trl.DPOConfig):
+class DPOConfig(TokenBudgetConfig, trl.DPOConfig):
     """Settings of `trl.DPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

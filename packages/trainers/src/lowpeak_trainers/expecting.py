@@ -12,6 +12,7 @@ from lowpeak.models import ExpectedLoss, expecting
 from .expectations import LOSSES
 from .reference import ReferenceFirst
 from .seam import trl_modules_of
+from .token_budget.steps import TokenBudgetSteps
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -84,7 +85,9 @@ def _overridden(trainer: Any, module: str) -> str | None:
         if name in vars(trainer):
             return f"{name} of this {type(trainer).__name__}"
         for owner in type(trainer).__mro__:
-            if owner in (ExpectsGradients, ReferenceFirst) or name not in vars(owner):
+            if owner in (ExpectsGradients, TokenBudgetSteps, ReferenceFirst) or name not in vars(
+                owner
+            ):
                 continue
             if owner.__module__ != module:
                 return f"{owner.__name__}.{name}"

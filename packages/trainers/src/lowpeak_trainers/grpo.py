@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import trl
 
 from .mixin import LowpeakMixin
-from .removed_options import TrainerConfig
+from .token_budget.config import TokenBudgetConfig
 
 
 @dataclass
-class GRPOConfig(TrainerConfig, trl.GRPOConfig):
+class GRPOConfig(TokenBudgetConfig, trl.GRPOConfig):
     """Settings of `trl.GRPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

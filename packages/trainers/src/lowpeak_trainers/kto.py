@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .mixin import LowpeakMixin
 from .reference import ReferenceFirst, join_rows, temporarily
-from .removed_options import TrainerConfig
+from .token_budget.config import TokenBudgetConfig
 
 
 @dataclass
-class KTOConfig(TrainerConfig, trl.KTOConfig):
+class KTOConfig(TokenBudgetConfig, trl.KTOConfig):
     """Settings of `trl.KTOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

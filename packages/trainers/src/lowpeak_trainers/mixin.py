@@ -15,10 +15,14 @@ from .expecting import ExpectsGradients
 from .padding_free import PaddingFree
 from .preparation import PreparesDatasets, preparing
 from .seam import trainers_from, trl_modules_of
+from .token_budget.budget import TokenBudget
+from .token_budget.steps import TokenBudgetSteps
 from .use_cache import KeepsUseCache
 
 
-class LowpeakMixin(ExpectsGradients, KeepsUseCache, PreparesDatasets, TokenWeightedEvaluation):
+class LowpeakMixin(
+    ExpectsGradients, TokenBudgetSteps, KeepsUseCache, PreparesDatasets, TokenWeightedEvaluation
+):
     """Gives the TRL trainer that follows it in the bases the memory techniques of lowpeak.
 
     `class Mine(LowpeakMixin, MyGRPOTrainer)` needs nothing else. Settings come from the trainer's
@@ -61,12 +65,14 @@ class LowpeakMixin(ExpectsGradients, KeepsUseCache, PreparesDatasets, TokenWeigh
                 f"are the trainers of {', '.join((*SEAM_MODULES, REWARD_MODULE))}."
             )
         self._layout = PaddingFree()
+        self._budget = TokenBudget(self._layout)
         with equipped(
             self,
             self._layout,
             self._memory_config,
             lambda: row_options_of(self.args),
             (args, kwargs),
+            self._budget,
         ):
             super().__init__(*args, **kwargs)
 

@@ -108,6 +108,11 @@ class PaddingFree:
         """Whether calls are packed."""
         return self._on
 
+    @property
+    def multiple(self) -> int | None:
+        """What a packed row is filled up to a multiple of, None for nothing."""
+        return self._multiple
+
     def __call__(self, arguments: dict[str, Any], labels: Tensor) -> PackedRow | None:
         """The call as one packed row, or None to leave it padded."""
         if not self._on:

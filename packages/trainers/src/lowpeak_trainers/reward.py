@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import trl
 
 from .mixin import LowpeakMixin
-from .removed_options import TrainerConfig
+from .token_budget.config import TokenBudgetConfig
 
 
 @dataclass
-class RewardConfig(TrainerConfig, trl.RewardConfig):
+class RewardConfig(TokenBudgetConfig, trl.RewardConfig):
     """Settings of `trl.RewardConfig` and `lowpeak.MemoryConfig`, all on the command line."""
 
 

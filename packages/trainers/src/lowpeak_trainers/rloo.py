@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import trl
 
 from .mixin import LowpeakMixin
-from .removed_options import TrainerConfig
+from .token_budget.config import TokenBudgetConfig
 
 
 @dataclass
-class RLOOConfig(TrainerConfig, trl.RLOOConfig):
+class RLOOConfig(TokenBudgetConfig, trl.RLOOConfig):
     """Settings of `trl.RLOOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

@@ -2,7 +2,7 @@
 
 from .expected_loss import SUM_OF_LOG_PROBS, ExpectedLoss, expecting
 from .fused_forward import FusedForwardHandle, install_fused_forward
-from .layout import BatchLayout, Rearranged
+from .layout import BatchLayout, Rearranged, SeveralCalls
 from .outputs import FusedCausalLMOutput
 from .reduced import reduce_memory
 from .split import SplitCausalLM
@@ -14,6 +14,7 @@ __all__ = [
     "FusedCausalLMOutput",
     "FusedForwardHandle",
     "Rearranged",
+    "SeveralCalls",
     "SplitCausalLM",
     "expecting",
     "install_fused_forward",

@@ -18,7 +18,7 @@ from lowpeak.lm_head import LMHeadOutput, LogitTransform, fused_lm_head
 
 from .expected_loss import ExpectedLoss, expected_grads, expected_loss
 from .inspection import Head, logit_transform, read_head
-from .layout import BatchLayout
+from .layout import BatchLayout, SeveralCalls
 from .outputs import FusedCausalLMOutput, per_token, without_last
 from .self_test import Route, choose_route
 
@@ -90,6 +90,8 @@ class FusedForward:
                 raise ValueError("fused_lm_head=True needs labels or shift_labels to score")
             layout = self.settings.layout
             rearranged = None if layout is None else layout(arguments, labels)
+            if isinstance(rearranged, SeveralCalls):
+                return self._in_turn(model, rearranged, num_items_in_batch)
             if rearranged is not None:
                 labels = rearranged.labels
                 expected = expected_loss(expected, rearranged.restore)
@@ -97,6 +99,15 @@ class FusedForward:
                 return rearranged.restore(self._run(model, rearranged.arguments, *given))
         expected = expected_loss(expected) if shift_labels is None else None
         return self._run(model, arguments, labels, shift_labels, num_items_in_batch, expected)
+
+    def _in_turn(
+        self, model: Any, several: SeveralCalls, num_items_in_batch: Tensor | int | None
+    ) -> FusedCausalLMOutput:
+        joined = several.join([self(model, *call, None, None) for call in several.calls])
+        assert joined.log_probs is not None
+        assert joined.label_mask is not None
+        joined.loss = -joined.log_probs.sum() / _loss_divisor(joined.label_mask, num_items_in_batch)
+        return joined
 
     def _run(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -27,9 +29,24 @@ class Rearranged(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SeveralCalls:
+    """One fused call computed as several, one after another.
+
+    Args:
+        calls: arguments of the backbone and labels of each; each is laid out in its turn.
+        join: makes the output of the one call of theirs, but for its loss.
+    """
+
+    calls: tuple[tuple[dict[str, Any], Tensor], ...]
+    join: Callable[[Sequence[FusedCausalLMOutput]], FusedCausalLMOutput]
+
+
 class BatchLayout(Protocol):
     """Rearranges the fused calls of a model, such as padded rows into one packed row."""
 
-    def __call__(self, arguments: dict[str, Any], labels: Tensor) -> Rearranged | None:
+    def __call__(
+        self, arguments: dict[str, Any], labels: Tensor
+    ) -> Rearranged | SeveralCalls | None:
         """The call in another layout, or None to leave it as it is."""
         ...
