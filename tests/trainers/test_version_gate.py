@@ -57,6 +57,22 @@ def test_missing_class_of_adapters_is_reported(monkeypatch):
         check()
 
 
+def test_packing_that_is_gone_or_changed_is_reported(monkeypatch):
+    def changed(dataset, seq_length, strategy="bfd"):
+        raise AssertionError
+
+    monkeypatch.setattr(sft_trainer, "pack_dataset", changed)
+    with pytest.raises(lowpeak_trainers.UnsupportedTrlError, match="pack_dataset takes"):
+        check()
+    monkeypatch.delattr(sft_trainer, "pack_dataset")
+    monkeypatch.delattr(sft_trainer.SFTTrainer, "_prepare_dataset")
+    with pytest.raises(lowpeak_trainers.UnsupportedTrlError) as caught:
+        check()
+    assert "sft_trainer has no pack_dataset; SFTTrainer has no _prepare_dataset" in str(
+        caught.value
+    )
+
+
 def test_changed_default_is_a_change(monkeypatch):
     def changed(model, temperature=1.0, cast_lm_head_to_fp32=True, outputs=("log_probs",)):
         raise AssertionError
