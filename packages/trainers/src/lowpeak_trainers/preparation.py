@@ -76,7 +76,8 @@ def prepared(
         strategy: Any = "bfd",
         map_kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if strategy == "bfd" and isinstance(dataset, Dataset):
+        cuts = strategy == "bfd" and isinstance(dataset, Dataset)
+        if cuts and "labels" in dataset.column_names:
             labels.append(kept_labels(dataset, seq_length))
         return pack_dataset(dataset, seq_length, strategy, map_kwargs)
 
