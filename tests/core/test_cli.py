@@ -54,6 +54,19 @@ def test_other_distributions_add_subcommands(monkeypatch: pytest.MonkeyPatch) ->
     assert cli.main(["shout", "lowpeak"]) == 7
 
 
+def test_only_the_chosen_command_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = EntryPoint("broken", "no_such_package:add", cli.COMMAND_GROUP)
+    monkeypatch.setattr(cli, "entry_points", lambda group: EntryPoints([entry]).select(group=group))
+    assert cli.main(["env"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert "of no_such_package: see `lowpeak broken --help`" in capsys.readouterr().out
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        cli.main(["broken"])
+
+
 def test_without_a_command_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main([])

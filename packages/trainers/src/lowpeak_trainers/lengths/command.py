@@ -282,8 +282,7 @@ def _heading(options: argparse.Namespace, rows: Rows, lengths: Lengths) -> str:
     if template and options.chat_template_path is not None:
         template = f", with the chat template of {options.chat_template_path}"
     second = f"tokens of {options.model_name_or_path}{template}"
-    columns = set(next(iter(rows)))
-    if columns & {"image", "images"}:
+    if lengths.images:
         second += "; images are not counted"
     return f"{first}\n{second}"
 

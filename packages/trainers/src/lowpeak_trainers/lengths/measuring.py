@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
-from .reading import DatasetError, Rows
+from .reading import DatasetError, Rows, batches
 from .rows import Format, count_tokens, find_format, is_conversational
 
 __all__ = ["Lengths", "measure"]
@@ -33,6 +33,8 @@ class Lengths:
     conversational: bool
     sequences_per_row: int
     """2 for preference rows, 1 else."""
+    images: bool
+    """Whether rows have images besides, whose tokens are not counted."""
 
     @property
     def rows(self) -> int:
@@ -58,9 +60,7 @@ def measure(
     Raises DatasetError for empty data, unknown columns, and where a tokenizer or a chat template
     is missing.
     """
-    first = next(iter(rows), None)
-    if first is None:
-        raise DatasetError("the dataset has no rows")
+    first = _first(rows)
     form = find_format(list(first), text_field)
     conversational = is_conversational(first, form)
     if tokenizer is None and form != "tokenised":
@@ -72,6 +72,7 @@ def measure(
             f"the rows are conversations, and {tokenizer.name_or_path} has no chat template: name "
             "a Jinja file or a model that has one by --chat_template_path"
         )
+    images = not {"image", "images"}.isdisjoint(first)
     arguments = {
         "form": form,
         "text_field": text_field or "text",
@@ -84,7 +85,18 @@ def measure(
         if max_rows is not None and max_rows < len(rows):
             rows = rows.shuffle(seed=seed).select(range(max_rows))
         columns = _count_dataset(rows, num_proc, arguments)
-    return Lengths(*columns, form, conversational, 2 if form == "preference" else 1)
+    return Lengths(*columns, form, conversational, 2 if form == "preference" else 1, images)
+
+
+def _first(rows: Rows) -> dict[str, Any]:
+    if isinstance(rows, Dataset):
+        batch: dict[str, list[Any]] = rows[:1]
+    else:
+        batch = next(batches(rows, 1), {})
+    row = {name: values[0] for name, values in batch.items() if values}
+    if not row:
+        raise DatasetError("the dataset has no rows")
+    return row
 
 
 def _count_dataset(
@@ -113,7 +125,7 @@ def _count_stream(
     parts: list[tuple[Counts, Counts]] = []
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=max_rows, desc="Counting tokens", unit=" rows", disable=None) as bar:
-        for batch in rows.iter(batch_size=ROWS_AT_ONCE):
+        for batch in batches(rows, ROWS_AT_ONCE):
             counts = count_tokens(batch, **arguments)
             tokens, prompts = (np.asarray(counts[name], dtype=np.int32) for name in COUNTS)
             parts.append((tokens, prompts))

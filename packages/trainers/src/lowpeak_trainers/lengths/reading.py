@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
+import pyarrow as pa
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-__all__ = ["DatasetError", "open_rows"]
+__all__ = ["DatasetError", "Rows", "batches", "open_rows"]
 
 Rows: TypeAlias = Dataset | IterableDataset
 BUILDERS = {
@@ -96,8 +97,22 @@ def _builder(name: str, files: list[str]) -> str:
     return builders[0]
 
 
+def batches(rows: IterableDataset, size: int) -> Iterator[dict[str, list[Any]]]:
+    """Columns of ``size`` rows of a stream, again and again. Raises DatasetError if it breaks."""
+    stream = iter(rows.iter(batch_size=size))
+    while True:
+        with _explained("the stream"):
+            batch = next(stream, None)
+        if batch is None:
+            return
+        yield batch
+
+
 def _from_disk(path: Path, split: str, streaming: bool) -> Rows:
-    loaded = load_from_disk(str(path))
+    try:
+        loaded = load_from_disk(str(path))
+    except IndexError as error:  # what datasets 5 raises where no row was saved
+        raise DatasetError(f"{path} has no rows") from error
     if not isinstance(loaded, Dataset):
         if split not in loaded:
             raise DatasetError(f"--split {split}: {path} has the splits {', '.join(loaded)}")
@@ -115,7 +130,7 @@ def _explained(name: str) -> Iterator[None]:
             f"{name}: {error}\nFor a private or gated dataset accept its terms on its page, then "
             "`hf auth login`."
         ) from error
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, pa.ArrowInvalid) as error:
         raise DatasetError(f"{name} cannot be read: {error.__cause__ or error}") from error
     except ConnectionError as error:
         offline = datasets.config.HF_HUB_OFFLINE

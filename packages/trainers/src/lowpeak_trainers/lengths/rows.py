@@ -98,8 +98,17 @@ def count_tokens(
         lengths = [len(ids) for ids in render.ids(texts, special=False)]
         return {"tokens": lengths, "prompts": [0] * len(lengths)}
     if form == "preference":
-        rows = [row if row.get("prompt") is not None else extract_prompt(row) for row in rows]
+        rows = [_with_prompt(row) for row in rows]
     return _count_completions(rows, form, render)
+
+
+def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair with what both answers begin with as its prompt, where it has no prompt of its own."""
+    if row.get("prompt") is not None:
+        return row
+    if not row["chosen"] or not row["rejected"]:
+        return {**row, "prompt": None}
+    return {**row, **extract_prompt(row)}
 
 
 def _count_completions(
