@@ -4,6 +4,7 @@ import json
 import sys
 import tarfile
 import zipfile
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,17 @@ def test_wheel_holds_one_typed_package(dist: Path, name: str) -> None:
     assert [file for file in files if any(word in f"/{file}" for word in LITTER)] == []
     expected = "py3-none-any" if name != "core" else f"cp3{sys.version_info.minor}"
     assert expected in wheel_of(dist, name).name
+
+
+def test_trainers_wheel_adds_a_command(dist: Path) -> None:
+    wheel = zipfile.ZipFile(wheel_of(dist, "trainers"))
+    (file,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
+    entries = ConfigParser()
+    entries.read_string(wheel.read(file).decode())
+    assert dict(entries["lowpeak.commands"]) == {
+        "lengths": "lowpeak_trainers.lengths.command:add_lengths"
+    }
+    assert "lowpeak_trainers/lengths/command.py" in wheel.namelist()
 
 
 def test_core_alone_imports_without_optional_packages(dist: Path, tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ def _padding(summary: Summary, chosen: AtMaxLength) -> str:
 def _unlabelled(chosen: AtMaxLength) -> str:
     if not chosen.unlabelled:
         return ""
-    return f" {chosen.unlabelled:,} rows are dropped, their prompts fill max_length."
+    return (
+        f" {chosen.unlabelled:,} rows lose every token with a loss: their prompts fill max_length."
+    )
 
 
 def _steps(summary: Summary, chosen: AtMaxLength, strategy: Strategy) -> str:
@@ -117,7 +119,8 @@ def _packed(summary: Summary, chosen: AtMaxLength) -> Advice:
         f"{percent(fill.fill_ratio)} full, where {_padding(summary, chosen)}."
     )
     arguments = f'max_length={chosen.max_length}, packing=True, packing_strategy="bfd"'
-    return Advice(chosen.max_length, "bfd", arguments, why, _steps(summary, chosen, "bfd"))
+    cost = _steps(summary, chosen, "bfd") + _unlabelled(chosen)
+    return Advice(chosen.max_length, "bfd", arguments, why, cost)
 
 
 def _split(summary: Summary, chosen: AtMaxLength) -> Advice:
