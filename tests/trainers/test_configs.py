@@ -25,7 +25,12 @@ CONFIGS = {
     lowpeak_trainers.RewardConfig: trl.RewardConfig,
 }
 # What a config has beyond those of all.
-FURTHER = {lowpeak_trainers.DistillationConfig: ["shared_vocabulary"]}
+FURTHER = {
+    config: ["max_tokens_per_batch"]
+    for config in CONFIGS
+    if config is not lowpeak_trainers.SFTConfig
+}
+FURTHER[lowpeak_trainers.DistillationConfig].append("shared_vocabulary")
 PARSERS = {"trl": trl.TrlParser, "transformers": HfArgumentParser}
 OURS = [field.name for field in dataclasses.fields(lowpeak_trainers.removed_options.TrainerConfig)]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)

@@ -109,6 +109,11 @@ class PaddingFree:
         return self._on
 
     @property
+    def shares(self) -> bool:
+        """Whether what rows begin with alike is computed once."""
+        return self._share
+
+    @property
     def multiple(self) -> int | None:
         """What a packed row is filled up to a multiple of, None for nothing."""
         return self._multiple

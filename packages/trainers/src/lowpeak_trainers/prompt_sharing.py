@@ -6,6 +6,7 @@ rows of DPO behind the chosen ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,16 +70,27 @@ def choose_prefixes(lengths: list[int], facts: list[int]) -> list[SharedPrefix]:
         facts: what `prefix_facts` found.
     """
     rows = len(lengths)
-    first_labels, common = facts[:rows], facts[rows:]
-    chosen = []
-    for row, length in enumerate(lengths):
-        most = min(length, first_labels[row]) - 1
-        best = SharedPrefix()
-        for owner in range(row):
-            tokens = min(most, lengths[owner], common[row * rows + owner])
-            if tokens >= SHORTEST and tokens > best.tokens:
-                best = SharedPrefix(owner, tokens)
-        chosen.append(best)
+    chosen = [longest_prefix(row, range(row), lengths, facts) for row in range(rows)]
     if sum(prefix.tokens for prefix in chosen) < SMALLEST_PART * sum(lengths):
         return [SharedPrefix()] * rows
     return chosen
+
+
+def longest_prefix(
+    row: int, owners: Iterable[int], lengths: list[int], facts: list[int]
+) -> SharedPrefix:
+    """What a row takes over where it may from these rows only, the first of equals."""
+    rows = len(lengths)
+    most = min(lengths[row], facts[row]) - 1
+    best = SharedPrefix()
+    for owner in owners:
+        tokens = min(most, lengths[owner], facts[rows + row * rows + owner])
+        if tokens >= SHORTEST and tokens > best.tokens:
+            best = SharedPrefix(owner, tokens)
+    return best
+
+
+def facts_of(rows: Sequence[int], facts: list[int], count: int) -> list[int]:
+    """What `prefix_facts` would find of a batch of some rows of a batch of `count`."""
+    common = [facts[count + row * count + owner] for row in rows for owner in rows]
+    return [facts[row] for row in rows] + common

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lowpeak.models import FusedCausalLMOutput, SeveralCalls
 
-from ..padding_free import PaddingFree
-from .groups import Group, as_many, packed_groups, padded_groups
+from ..padding_free import IGNORE_INDEX, PaddingFree
+from ..prompt_sharing import prefix_facts
+from .groups import Group, as_many, packed_groups, padded_groups, shared_groups
 from .rows import PaddedBatch, check_splittable
 
 logger = logging.getLogger("lowpeak.trainers")
@@ -72,23 +73,35 @@ class TokenBudget:
         shape = (ids.size(0), ids.size(1))
         mask = arguments.get("attention_mask")
         mask = torch.ones_like(ids) if mask is None or mask.dim() != 2 else mask
-        groups, widths = self.groups(mask)
+        groups, widths = self.groups(mask, ids, arguments.get("labels"))
         if len(groups) == 1:
             return None
         check_splittable(arguments, shape)
         return PaddedBatch(arguments, shape, groups, widths)
 
-    def groups(self, mask: Tensor) -> tuple[list[Group], list[int]]:
-        """Groups of the rows of a padding mask [B, S], and how many columns each needs."""
+    def groups(
+        self, mask: Tensor, ids: Tensor | None = None, labels: Tensor | None = None
+    ) -> tuple[list[Group], list[int]]:
+        """Groups of the rows of a padding mask [B, S], and how many columns each needs.
+
+        Tokens and labels, [B, S] as well, tell which rows share tokens.
+        """
         assert self._tokens is not None
         width = mask.size(1)
         real = mask != 0
         edges = width - real.flip(1).to(torch.uint8).argmax(1)
-        lengths, ends = torch.stack([real.sum(1), edges]).tolist()
+        facts = edges.new_empty(0)
+        if self._layout.on and self._layout.shares and ids is not None and labels is not None:
+            facts = prefix_facts(ids, real, (labels[:, 1:] != IGNORE_INDEX).to(real.device))
+        numbers = torch.cat([real.sum(1), edges, facts]).tolist()
+        rows = mask.size(0)
+        lengths, ends, known = numbers[:rows], numbers[rows : 2 * rows], numbers[2 * rows :]
         ends = [min(width, self._filled(end)) for end in ends]
         if self._layout.on:
             budget = max(self._tokens // self._multiple * self._multiple, 1)
-            groups = packed_groups(lengths, budget)
+            groups = (
+                shared_groups(lengths, known, budget) if known else packed_groups(lengths, budget)
+            )
             self._warn(max(lengths))
         else:
             groups = padded_groups(ends, self._tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lowpeak.models import ExpectedLoss, FusedCausalLMOutput, expecting
 from lowpeak.models.expected_loss import expected_loss
@@ -42,7 +43,7 @@ class GroupedModel:
         batch = self._budget.batch(arguments)
         if batch is None:
             with self._budget.suspended():
-                return self._model(**arguments)
+                return callable_now(self._model)(**arguments)
         kind: list[type] = []
         parts = [self._part(batch, index, kind) for index in range(len(batch.groups))]
         if torch.is_grad_enabled():
@@ -57,11 +58,22 @@ class GroupedModel:
         def run(expected: ExpectedLoss | None) -> Fields:
             # what the trainer tells of the whole batch does not hold for a part of it
             with expecting(lambda: expected), self._budget.suspended():
-                output = self._model(**batch.part(index))
+                output = callable_now(self._model)(**batch.part(index))
             kind.append(type(output))
             return batch.fields(index, output)
 
         return Repeatable(run, batch.arguments["input_ids"].device)
+
+
+def callable_now(model: Any) -> Any:
+    """The model, but without DDP where no gradients are needed.
+
+    DDP communicates in the first forward after a step, and more in one with gradients: without them
+    processes that make different numbers of calls would get out of step.
+    """
+    if isinstance(model, DistributedDataParallel) and not torch.is_grad_enabled():
+        return model.module
+    return model
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowpeak.models import ExpectedLoss
 
 from .budget import TokenBudget
-from .calls import Differentiate
+from .calls import Differentiate, callable_now
 from .gradients import Repeatable
 from .groups import Group
 from .rows import Fields
@@ -55,14 +55,15 @@ class GroupedRedirection:
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         groups, widths = self._budget.groups(mask)
         if len(groups) == 1:
-            return self._redirect(wrapper, model, method, *args)
+            return self._redirect(callable_now(wrapper), model, method, *args)
         _check(inputs, mask.size(0))
         divisor = _targets(inputs).clamp(min=1) if items is None else items
 
         def part(group: Group, width: int) -> Repeatable:
             def run(expected: ExpectedLoss | None) -> Fields:
                 rows = _take(inputs, group, width - inputs["prompt_mask"].size(1))
-                found = self._redirect(wrapper, model, method, student, rows, divisor)
+                now = callable_now(wrapper)
+                found = self._redirect(now, model, method, student, rows, divisor)
                 return dict(zip(_RESULTS, found, strict=True))
 
             return Repeatable(run, inputs["prompt_ids"].device)

@@ -59,8 +59,7 @@ class PaddedBatch:
         found = {}
         for name, value in output.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == rows:
-                short = missing > 0 and name in _BY_TOKEN
-                found[name] = nn.functional.pad(value, (0, missing)) if short else value
+                found[name] = _as_wide(name, value, missing)
         return found
 
     def join(self, parts: Sequence[Fields]) -> Fields:
@@ -74,6 +73,14 @@ class PaddedBatch:
     def missing(self, index: int) -> int:
         """How many columns of padding a group is computed without."""
         return self.shape[1] - self.widths[index]
+
+
+def _as_wide(name: str, value: Tensor, missing: int) -> Tensor:
+    if name in _BY_TOKEN:
+        return nn.functional.pad(value, (0, missing))
+    if name == "logits" and value.dim() == 3:  # of a model for metrics of the caller's own
+        return nn.functional.pad(value, (0, 0, 0, missing))
+    return value
 
 
 def check_splittable(arguments: Mapping[str, Any], shape: tuple[int, int]) -> None:

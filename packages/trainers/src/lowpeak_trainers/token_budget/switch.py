@@ -9,6 +9,8 @@ import torch
 from accelerate.utils import DistributedType
 from transformers.training_args import OptimizerNames
 
+from ..compatibility import REWARD_MODULE
+from ..seam import trl_modules_of
 from .budget import TokenBudget
 
 logger = logging.getLogger("lowpeak.trainers")
@@ -63,8 +65,11 @@ def _refusal(trainer: Any, share: bool) -> str | None:
             "the load-balancing loss of its experts is one of the whole batch. Set "
             "router_aux_loss_coef=0.0"
         )
-    if share:
-        return "sequences that share a prompt would be computed apart. Set share_prompts=False"
+    if share and REWARD_MODULE in trl_modules_of(type(trainer)):
+        return (
+            "which sequences share a prompt is not known when they are grouped. Set "
+            "share_prompts=False"
+        )
     return None
 
 
