@@ -22,12 +22,14 @@ from .hopper_products import (
     STAGES,
     WARPS,
     compiled_variant,
+    descriptor,
     factor_descriptors,
     factor_types,
     grouped,
     logits_block,
     programs,
 )
+from .lm_head_exponentials import HIGHEST, LOWEST, Exponentials
 from .lm_head_fold import Folded, RowStatistics
 from .logit_transform import TileTransform
 from .triton_shim import jit, tl
@@ -61,6 +63,10 @@ def lm_head_fold_product_kernel(
     squares_ptr,
     total_ptr,
     maximum_before_ptr,
+    exponentials,
+    unit_ptr,
+    excess_ptr,
+    exponential_sums_ptr,
     start,
     rows,
     width,
@@ -69,6 +75,7 @@ def lm_head_fold_product_kernel(
     temperature,
     programs,
     STORE: tl.constexpr,
+    EXPONENTIALS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROW_TEMPERATURE: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -81,6 +88,8 @@ def lm_head_fold_product_kernel(
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     LOG2E: tl.constexpr,
+    HIGHEST: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):
     row_blocks = tl.cdiv(rows, BLOCK_N)
     spans = tl.cdiv(width, BLOCK_V * SPAN)
@@ -103,6 +112,9 @@ def lm_head_fold_product_kernel(
         squares = tl.zeros((BLOCK_N,), tl.float32)
         total = tl.zeros((BLOCK_N,), tl.float32)
         before = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        kept_sum = tl.zeros((BLOCK_N,), tl.float32)
+        if EXPONENTIALS:
+            kept_unit = tl.load(unit_ptr + row, mask=counts, other=0.0) * LOG2E
         last_v = min((span + 1) * SPAN * BLOCK_V, width)
         for start_v in range(span * SPAN * BLOCK_V, last_v, BLOCK_V):
             x = logits_block(hidden, weight, start_n, start_v, features, BLOCK_N, BLOCK_V, BLOCK_H)
@@ -140,6 +152,14 @@ def lm_head_fold_product_kernel(
                 squares = squares * (shrink * shrink) + tl.sum(weights * weights, axis=1)
             sum_exp = sum_exp * shrink + tl.sum(weights, axis=1)
             maximum = new
+            if EXPONENTIALS:
+                above = tl.where(new == float("-inf"), 0.0, centre * unit - kept_unit)
+                excess = tl.where((above > HIGHEST) | (above < LOWEST), above, 0.0)
+                kept = weights * tl.exp2(above - excess)[:, None]
+                kept = kept.to(exponentials.dtype)
+                exponentials.store([start_n, start_v], kept)
+                kept_sum += tl.sum(kept.to(tl.float32), axis=1)
+                tl.store(excess_ptr + (start_v // BLOCK_V) * rows + row, excess, mask=counts)
         place = span * rows + row
         tl.store(maximum_ptr + place, maximum * slope, mask=counts)
         tl.store(sum_exp_ptr + place, sum_exp, mask=counts)
@@ -151,6 +171,8 @@ def lm_head_fold_product_kernel(
             tl.store(total_ptr + place, total * slope, mask=counts)
         if TOP1:
             tl.store(maximum_before_ptr + place, before * slope, mask=counts)
+        if EXPONENTIALS:
+            tl.store(exponential_sums_ptr + place, kept_sum, mask=counts)
 
 
 # Columns of the vocabulary that a row has one partial sum of each statistic for.
@@ -178,6 +200,7 @@ def fold_product_triton(
     transform: TileTransform,
     folded: Folded,
     logits: Tensor | None = None,
+    exponentials: Exponentials | None = None,
 ) -> None:
     """Fold the logits of `hidden` [n, H] with a block of the vocabulary into `statistics`.
 
@@ -186,6 +209,7 @@ def fold_product_triton(
         transform: without a soft cap, and with a scale above 0.
         logits: [n, v], where the raw logits go, rounded to its dtype; None keeps none. What is
             folded are the float32 logits.
+        exponentials: where those of the block go, in units that are given.
 
     The other arguments are those of `fold_tile_torch`.
     """
@@ -208,6 +232,7 @@ def fold_product_triton(
         temperature,
         statistics.target,
         *(parts.get(name) for name in names),
+        *_room_for(exponentials),
         start,
         rows,
         width,
@@ -216,6 +241,7 @@ def fold_product_triton(
         transform.temperature,
         count,
         STORE=logits is not None,
+        EXPONENTIALS=exponentials is not None,
         HAS_BIAS=bias is not None,
         ROW_TEMPERATURE=temperature is not None,
         ENTROPY=folded.entropy,
@@ -228,10 +254,19 @@ def fold_product_triton(
         SPAN=_SPAN,
         GROUP=GROUP,
         LOG2E=LOG2E,
+        HIGHEST=HIGHEST,
+        LOWEST=LOWEST,
         num_warps=WARPS,
         num_stages=STAGES,
     )
     _merge(parts, statistics)
+
+
+def _room_for(kept: Exponentials | None) -> tuple[Any, ...]:
+    """The kernel's arguments."""
+    if kept is None:
+        return (None,) * 4
+    return descriptor(kept.tile, (BLOCK_N, BLOCK_V)), kept.unit, kept.excess, kept.sums
 
 
 def _merge(parts: dict[str, Tensor], statistics: RowStatistics) -> None:
@@ -258,21 +293,35 @@ def _merge(parts: dict[str, Tensor], statistics: RowStatistics) -> None:
 
 
 def _variant(
-    dtype: str, bias: str | None = None, logits: str | None = None, **on: bool
+    dtype: str,
+    bias: str | None = None,
+    logits: str | None = None,
+    **on: bool,
 ) -> tuple[str, dict[str, str], Any, int]:
     names = ("ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "TOP1")
     flags = {name: on.get(name, False) for name in names}
+    exponentials = on.get("EXPONENTIALS", False)
     sums = ("maximum", "sum_exp", "target", "centred", "squares", "total", "maximum_before")
+    types = factor_types(dtype) | {f"{name}_ptr": "*fp32" for name in sums}
+    optional = {
+        "logits_ptr": logits,
+        "bias_ptr": bias,
+        "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,
+    }
+    kept = ("unit_ptr", "excess_ptr", "exponential_sums_ptr")
+    optional |= dict.fromkeys(kept, "fp32" if exponentials else None)
+    constants: dict[str, object] = {"SPAN": _SPAN, "HIGHEST": HIGHEST, "LOWEST": LOWEST}
+    if exponentials:
+        types["exponentials"] = f"tensordesc<{dtype}[{BLOCK_N}, {BLOCK_V}]>"
+    else:
+        constants["exponentials"] = None
+    flags |= {"HAS_BIAS": bias is not None, "STORE": logits is not None}
     return compiled_variant(
         "lm_head_fold_product_kernel",
-        factor_types(dtype) | {f"{name}_ptr": "*fp32" for name in sums} | {"logits_stride": "i32"},
-        flags | {"HAS_BIAS": bias is not None, "STORE": logits is not None},
-        {
-            "logits_ptr": logits,
-            "bias_ptr": bias,
-            "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,
-        },
-        SPAN=_SPAN,
+        types | {"logits_stride": "i32"},
+        flags | {"EXPONENTIALS": exponentials},
+        optional,
+        **constants,
     )
 
 
@@ -280,7 +329,8 @@ _EVERYTHING = dict.fromkeys(("ROW_TEMPERATURE", "ENTROPY", "SQUARES", "MEAN", "T
 AOT_VARIANTS = [
     _variant("bf16"),
     _variant("bf16", ENTROPY=True, TOP1=True),
-    _variant("bf16", logits="bf16"),
-    _variant("bf16", "bf16", "bf16", **_EVERYTHING),
+    _variant("bf16", EXPONENTIALS=True),
+    _variant("bf16", "bf16", None, EXPONENTIALS=True, **_EVERYTHING),
     _variant("fp16", "fp32", ENTROPY=True),
+    _variant("fp16", "fp32", "fp32", **_EVERYTHING),
 ]

@@ -7,6 +7,9 @@ With p = softmax(z), every output's gradient in z_j is one polynomial in p_j and
 whose row coefficients a, b, c, d, g follow from the upstream gradients (`RowCoefficients`). The
 target's g (1 - p) comes in ready made, from expm1 of the log-probability: float32(1 - p) is 0 where
 p rounds to 1. The chain rule of the logit transform then gives the gradient of the raw logits.
+
+A tile may hold exponentials (`lm_head_exponentials`) in place of logits; their transform has no
+soft cap.
 """
 
 from __future__ import annotations
@@ -80,17 +83,23 @@ def gradient_tile_torch(
     start: int,
     transform: TileTransform,
     out: Tensor,
+    exponentials: bool = False,
 ) -> None:
     """Write the gradient of the raw [n, v] logits `tile` into `out`, which may be `tile` itself.
 
     `bias` is the tile's [v] slice, `targets` [n] int64, `temperature` [n]; `start` is the tile's
-    first vocabulary column. Destroys the tile.
+    first vocabulary column. `exponentials`: the tile holds exp(z - centre). Destroys the tile.
     """
     dtype = coefficients.centre.dtype
-    z = transform_tile_torch(tile, bias, temperature, transform, dtype)
+    if exponentials:
+        z = tile.to(dtype).log().add_(coefficients.centre.unsqueeze(1))
+    else:
+        z = transform_tile_torch(tile, bias, temperature, transform, dtype)
     width = z.size(1)
     slope = transform_slope_torch(z, temperature, transform)
-    masked = z == -float("inf") if bias is not None else None
+    masked = None
+    if bias is not None:
+        masked = (bias == -float("inf")).expand_as(z) if exponentials else z == -float("inf")
     z.sub_(coefficients.centre.unsqueeze(1))
     inside = ((targets >= start) & (targets < start + width)).unsqueeze(1)
     position = (targets - start).clamp(0, width - 1).unsqueeze(1)
@@ -145,6 +154,7 @@ def lm_head_gradient_kernel(
     LOG_LINEAR: tl.constexpr,
     SQUARE: tl.constexpr,
     CONSTANT: tl.constexpr,
+    EXPONENTIALS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -155,11 +165,21 @@ def lm_head_gradient_kernel(
         temperature = tl.load(temperature_ptr + row)
 
     x = tl.load(tile_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    masked = columns < 0
     if HAS_BIAS:
-        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    z = transform_block(x, scale, softcap, temperature, HAS_BIAS, HAS_SOFTCAP)
-    centred = z - tl.load(centre_ptr + row)
-    p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
+        added = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        masked = added == float("-inf")
+    if EXPONENTIALS:
+        p = x * tl.load(inverse_sum_ptr + row)
+        if LOG_LINEAR:
+            centred = tl.log(x)
+    else:
+        if HAS_BIAS:
+            x += added
+        z = transform_block(x, scale, softcap, temperature, HAS_BIAS, HAS_SOFTCAP)
+        masked = z == float("-inf")
+        centred = z - tl.load(centre_ptr + row)
+        p = tl.exp(centred) * tl.load(inverse_sum_ptr + row)
     polynomial = tl.load(linear_ptr + row)
     if LOG_LINEAR:
         log_linear = tl.load(log_linear_ptr + row)
@@ -174,7 +194,7 @@ def lm_head_gradient_kernel(
     gradient += tl.where(columns == target, rest, -p * tl.load(target_ptr + row))
     gradient *= slope_block(x, scale, softcap, temperature, HAS_SOFTCAP)
     if HAS_BIAS:
-        gradient = tl.where(z == float("-inf"), 0.0, gradient)
+        gradient = tl.where(masked, 0.0, gradient)
     out = out_ptr + row * out_stride + columns
     tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -188,6 +208,7 @@ def gradient_tile_triton(
     start: int,
     transform: TileTransform,
     out: Tensor,
+    exponentials: bool = False,
     launch: GradientLaunch = _LAUNCH,
 ) -> None:
     """`gradient_tile_torch` as one kernel launch; coefficients must be float32."""
@@ -220,6 +241,7 @@ def gradient_tile_triton(
         LOG_LINEAR=coefficients.log_linear is not None,
         SQUARE=coefficients.square is not None,
         CONSTANT=coefficients.constant is not None,
+        EXPONENTIALS=exponentials,
         BLOCK=launch.block,
         num_warps=launch.warps,
     )
@@ -228,7 +250,8 @@ def gradient_tile_triton(
 def _variant(
     tile: str, out: str, bias: str | None = None, **on: bool
 ) -> tuple[str, dict[str, str], Any, int]:
-    flags = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT")
+    terms = ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT")
+    flags = (*terms, "EXPONENTIALS")
     constants: dict[str, object] = {flag: on.get(flag, False) for flag in flags}
     constants |= {"HAS_BIAS": bias is not None, "BLOCK": _LAUNCH.block}
     types = {"tile_ptr": f"*{tile}", "out_ptr": f"*{out}", "targets_ptr": "*i64"}
@@ -251,9 +274,8 @@ def _variant(
     return ("lm_head_gradient_kernel", types, constants, _LAUNCH.warps)
 
 
-_EVERYTHING = dict.fromkeys(
-    ("HAS_SOFTCAP", "ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT"), True
-)
+_TERMS = dict.fromkeys(("ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT"), True)
+_EVERYTHING = {**_TERMS, "HAS_SOFTCAP": True}
 # float16 products: float32 tiles of logits, float16 tiles of gradients
 AOT_VARIANTS = [
     _variant("bf16", "bf16"),
@@ -261,6 +283,8 @@ AOT_VARIANTS = [
     _variant("bf16", "bf16", HAS_SOFTCAP=True),
     _variant("bf16", "bf16", "bf16", **_EVERYTHING),
     _variant("bf16", "bf16", "fp32", LOG_LINEAR=True),
+    _variant("bf16", "bf16", EXPONENTIALS=True),
+    _variant("bf16", "bf16", "bf16", EXPONENTIALS=True, **_TERMS),
     _variant("fp32", "fp32"),
     _variant("fp32", "fp32", "fp32", **_EVERYTHING),
     _variant("fp32", "fp16"),

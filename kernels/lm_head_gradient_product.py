@@ -20,6 +20,7 @@ from .hopper_products import (
     STAGES,
     WARPS,
     compiled_variant,
+    descriptor,
     factor_descriptors,
     factor_types,
     grouped,
@@ -37,8 +38,7 @@ __all__ = ["AOT_TARGETS", "AOT_VARIANTS", "gradient_product_triton"]
 def lm_head_gradient_product_kernel(
     hidden,
     weight,
-    out_ptr,
-    out_stride,
+    out,
     bias_ptr,
     targets_ptr,
     temperature_ptr,
@@ -118,9 +118,7 @@ def lm_head_gradient_product_kernel(
             gradient += tl.where(column[None, :] == target[:, None], more, 0.0)
         if HAS_BIAS:
             gradient = tl.where(x == float("-inf"), 0.0, gradient)
-        where = row[:, None].to(tl.int64) * out_stride + column[None, :]
-        mask = (row < rows)[:, None] & (column < width)[None, :]
-        tl.store(out_ptr + where, gradient.to(out_ptr.dtype.element_ty), mask=mask)
+        out.store([start_n, start_v], gradient.to(out.dtype))
 
 
 def gradient_product_triton(
@@ -143,8 +141,7 @@ def gradient_product_triton(
     count = programs(hidden.device, -(-rows // BLOCK_N) * -(-width // BLOCK_V))
     lm_head_gradient_product_kernel[(count,)](
         *factor_descriptors(hidden, weight),
-        out,
-        out.stride(0),
+        descriptor(out, (BLOCK_N, BLOCK_V)),
         bias,
         targets,
         temperature,
@@ -185,7 +182,7 @@ def _variant(
     names = ("ROW_TEMPERATURE", "LOG_LINEAR", "SQUARE", "CONSTANT")
     flags = {name: on.get(name, False) for name in names}
     rows = ("centre", "inverse_sum", "log_sum", "linear", "target", "target_rest")
-    types = factor_types(dtype) | {"out_stride": "i32", "out_ptr": f"*{dtype}"}
+    types = factor_types(dtype) | {"out": f"tensordesc<{dtype}[{BLOCK_N}, {BLOCK_V}]>"}
     optional = {
         "bias_ptr": bias,
         "temperature_ptr": "fp32" if flags["ROW_TEMPERATURE"] else None,

@@ -168,7 +168,7 @@ def test_gradient_is_that_of_a_tile_in_memory(
     )
     first, last = 700, VOCABULARY
     rest = (problem.bias_of(first, last), problem.targets, problem.temperature, coefficients, first)
-    found = torch.full((rows, last - first + 3), 7.0, device=device).to(dtype)
+    found = torch.full((rows, last - first + 8), 7.0, device=device).to(dtype)
     gradient_product_triton(
         problem.hidden, problem.weight[first:], *rest, transform, found[:, : last - first]
     )

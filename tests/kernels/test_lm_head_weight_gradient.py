@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.kernels.lm_head_weight_gradient import (
+    TargetRows,
     accumulate_halves_torch,
     accumulate_halves_triton,
 )
@@ -67,3 +68,28 @@ def test_kernel_rounds_a_bfloat16_sum_once(count: int, device: torch.device) -> 
     bound = exact.abs() * torch.finfo(torch.bfloat16).eps / 2 * 1.01 + 1e-4
     found = accumulated(accumulate_halves_triton, parts)
     assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("accumulate", [accumulate_halves_torch, accumulate_halves_triton])
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_of_targets_are_added_before_the_sum_is_rounded(
+    accumulate: object, count: int, device: torch.device
+) -> None:
+    """A target of many rows, of one, of none; of a single chunk nothing is read from `lower`."""
+    assert callable(accumulate)
+    parts = chunks(torch.float16, device, count)
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    targets[::3], targets[1] = 17, VOCABULARY - 1
+    rest = torch.randn(TOKENS, generator=generator).to(device)
+    targets = targets.to(device)
+    onehot = torch.zeros(TOKENS, VOCABULARY, dtype=torch.float64, device=device)
+    onehot.scatter_(1, targets.unsqueeze(1), rest.double().unsqueeze(1))
+    exact = wanted(parts) + sum(onehot.t() @ hidden.double() for _, hidden in parts)
+    result = torch.empty(VOCABULARY, WIDTH, dtype=torch.float16, device=device)
+    lower = torch.empty(result.shape if count > 1 else (0,), dtype=torch.int16, device=device)
+    for index, (tile, hidden) in enumerate(parts):
+        more = TargetRows.of(targets, rest, hidden, VOCABULARY)
+        accumulate(tile, hidden, result, lower, index == 0, index == count - 1, more)
+    bound = exact.abs() * torch.finfo(torch.float16).eps / 2 * 1.01 + 1e-4
+    assert ((result.double() - exact).abs() <= bound).all()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.lm_head_exponentials import exponential_bytes
 from ..kernels.lm_head_fold_product import SPAN_COLUMNS, largest_partial_bytes
 from .chunk_walk import join_bytes
 from .expectation import FROZEN, expectation_counter
@@ -109,6 +110,10 @@ class Keep(NamedTuple):
         per_row = 4 * statistics * width if self.normalizer else 0
         if triton and epilogues_serve(inputs):
             per_row += largest_partial_bytes() * -(-inputs.weight.size(0) // SPAN_COLUMNS)
+            if keeps_exponentials(inputs):
+                # sums, targets' rows and, for the weight's gradient, scaled rows beside them
+                per_row += exponential_bytes(inputs.weight.size(0), SPAN_COLUMNS)
+                per_row += width * statistics * (2 + 3 * (self.weight is not None))
         if scratch_bytes is not None:
             per_column += self._accumulator_bytes(inputs, triton) // inputs.weight.size(0)
         half = inputs.compute_dtype in HALF_DTYPES
@@ -129,6 +134,14 @@ class Keep(NamedTuple):
             return self.weight.itemsize * inputs.weight.numel()
         halves = accumulates_in_halves(inputs, triton)
         return inputs.weight.numel() * inputs.weight.itemsize if halves else 0
+
+
+def keeps_exponentials(inputs: HeadInputs) -> bool:
+    """Whether Hopper's products keep exponentials for the gradient, where they serve.
+
+    Their range is that of bfloat16; float16 keeps logits.
+    """
+    return inputs.tile_dtype == torch.bfloat16
 
 
 def accumulates_in_halves(inputs: HeadInputs, triton: bool) -> bool:
