@@ -162,13 +162,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """What can be told before anything is read."""
+    if options.plot is not None and options.plot.suffix.lower() != ".png":
+        raise DatasetError(f"--plot {options.plot}: the picture is a PNG, name it so")
     if options.plot is not None and not plotting_available():
         raise DatasetError(
             "--plot draws with matplotlib, which is not installed: "
             'pip install "lowpeak-trainers[plot]"'
         )
-    if options.plot is not None and options.plot.suffix.lower() != ".png":
-        raise DatasetError(f"--plot {options.plot}: the picture is a PNG, name it so")
     for name in ("plot", "json"):
         path = getattr(options, name)
         if path is not None and not path.absolute().parent.is_dir():

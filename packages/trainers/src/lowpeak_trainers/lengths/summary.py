@@ -9,7 +9,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..packing import Strategy, pack_lengths
+from lowpeak.packing import best_fit_decreasing
+
+from ..packing import Strategy
 from .measuring import Lengths
 
 __all__ = [
@@ -268,28 +270,28 @@ def length_grouped(lengths: Integers, batch_size: int) -> Integers:
 
 
 def _fills(tokens: Integers, max_length: int) -> tuple[Fill, ...]:
-    bfd = _packed(tokens, max_length, "bfd")
-    if bfd.dropped_tokens:
-        split = _packed(tokens, max_length, "bfd_split")
-    else:  # nothing to split: the same rows
-        split = Fill("bfd_split", bfd.rows, bfd.fill_ratio, 0, 0, 0)
+    # As pack_lengths reports it, without its plan of every piece: a row or a piece of max_length
+    # tokens fills a packed row, and best-fit decreasing, the longest first, puts nothing beside it.
+    total = int(tokens.sum(dtype=np.int64))
+    kept = np.minimum(tokens, max_length)
+    cut = total - int(kept.sum(dtype=np.int64))
+    longer = int(np.count_nonzero(tokens > max_length))
+    rows = _bins(kept, max_length)
+    bfd = Fill("bfd", rows, (total - cut) / (rows * max_length), cut, 0, 0)
+    if cut:
+        rows = _bins(tokens, max_length)
+    split = Fill("bfd_split", rows, total / (rows * max_length), 0, longer, cut)
     return bfd, split, _wrapped(tokens, max_length)
 
 
-def _packed(tokens: Integers, max_length: int, strategy: Strategy) -> Fill:
-    report = pack_lengths(tokens, max_length, strategy).report
-    return Fill(
-        strategy=strategy,
-        rows=report.rows,
-        fill_ratio=report.fill_ratio,
-        dropped_tokens=report.dropped_tokens,
-        split_rows=report.split_rows,
-        split_tokens=report.split_tokens,
-    )
+def _bins(tokens: Integers, max_length: int) -> int:
+    """How many rows of ``max_length`` best-fit decreasing fills with pieces of at most as much."""
+    whole, rest = np.divmod(tokens, max_length)
+    offsets = best_fit_decreasing(rest[rest > 0], max_length).offsets
+    return int(whole.sum(dtype=np.int64)) + len(offsets) - 1
 
 
 def _wrapped(tokens: Integers, max_length: int) -> Fill:
-    # As pack_lengths counts it, without its plan: 10 M rows took it 19 s, this 0.2 s.
     ends = np.cumsum(tokens, dtype=np.int64)
     total = int(ends[-1])
     rows = -(-total // max_length)
