@@ -1,0 +1,246 @@
+"""What torch.utils.checkpoint keeps, seen from outside of it.
+
+Saved-tensor hooks see the tensors among a checkpoint's positional arguments. They do not see that
+these are a checkpoint's inputs, nor tensors in lists, dicts, keyword arguments or the arguments of
+a functools.partial (transformers hands a layer's keywords over in one), which stay referenced by
+the closure that recomputes, nor what a selective checkpoint keeps in its own dictionary.
+
+So while a context is open, the generator that both halves of a non-reentrant checkpoint run
+through, `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, is exchanged for one that
+runs it with those tensors as further positional arguments. Threads without an open context run the
+original unchanged. The name is private to torch: `check_torch` says if it is not what it was.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lowpeak.offload.handle import Packed
+from lowpeak.offload.selective import Contexts, Selective
+
+GENERATOR = "_checkpoint_without_reentrant_generator"
+PARAMETERS = (
+    "fn",
+    "preserve_rng_state",
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "args",
+    "kwargs",
+)
+
+
+class Listener(Protocol):
+    """An open context, as checkpoints see it."""
+
+    def could_move(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that torch keeps out of sight is worth packing."""
+
+    def pack_selective(self, tensor: torch.Tensor, version: int) -> Packed:
+        """Pack what a selective checkpoint keeps."""
+
+    def selective_stays(self, tensor: torch.Tensor) -> None:
+        """A selective checkpoint keeps a tensor that cannot be packed."""
+
+
+class _ThreadState(threading.local):
+    listeners: list[Listener | None]
+    saving_inputs: bool
+
+    def __init__(self) -> None:
+        self.listeners = []
+        self.saving_inputs = False
+
+
+_state = _ThreadState()
+_lock = threading.Lock()
+_open_contexts = 0
+_original: Callable[..., Iterator[None]] | None = None
+
+
+def check_torch() -> None:
+    """Raise RuntimeError where torch's checkpoint is not built as this module knows it."""
+    generator = getattr(torch_checkpoint, GENERATOR, None)
+    if generator is _generator:
+        return
+    found = () if generator is None else tuple(inspect.signature(generator).parameters)
+    if found != PARAMETERS:
+        raise RuntimeError(
+            f"torch {torch.__version__}: torch.utils.checkpoint.{GENERATOR} takes {found}, "
+            f"expected {PARAMETERS}; use a torch that lowpeak supports, or policy='all' without "
+            "checkpointing through torch.utils.checkpoint"
+        )
+
+
+@contextmanager
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Tell this thread's checkpoints about a context; None hides the outer ones."""
+    _install()
+    _state.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _state.listeners.pop()
+        _uninstall()
+
+
+def _install() -> None:
+    global _open_contexts, _original
+    with _lock:
+        if _open_contexts == 0:
+            check_torch()
+            _original = getattr(torch_checkpoint, GENERATOR)
+            setattr(torch_checkpoint, GENERATOR, _generator)
+        _open_contexts += 1
+
+
+def _uninstall() -> None:
+    global _open_contexts
+    with _lock:
+        _open_contexts -= 1
+        # Where somebody exchanged the name after us, theirs stays, and calls ours, which hands on.
+        if _open_contexts == 0 and getattr(torch_checkpoint, GENERATOR) is _generator:
+            setattr(torch_checkpoint, GENERATOR, _original)
+
+
+def is_checkpoint_saving() -> bool:
+    """Whether the pack hook is being called for the inputs of a checkpoint.
+
+    A reentrant checkpoint is an autograd.Function; the hook is called straight out of its `apply`.
+    """
+    return _state.saving_inputs or _reentrant_function_is_saving()
+
+
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+# Frames between autograd and here: the hook, and what torch.compiler.disable wraps around it.
+_OUR_FRAMES = ("lowpeak.offload", "torch._dynamo")
+
+
+def _reentrant_function_is_saving() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"].startswith(_OUR_FRAMES):
+        frame = frame.f_back
+    if frame is None or frame.f_code is not _APPLY:
+        return False
+    return frame.f_locals["cls"] is torch_checkpoint.CheckpointFunction
+
+
+def _generator(
+    fn: Callable[..., Any],
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] = torch_checkpoint.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """Torch's generator: runs up to its one yield before the forward, and to its end after it."""
+    assert _original is not None
+    options = (determinism_check, debug, early_stop)
+    listener = _state.listeners[-1] if _state.listeners else None
+    in_backward = torch._C._current_graph_task_id() != -1
+    if listener is None or in_backward or not torch.is_grad_enabled():
+        yield from _original(fn, preserve_rng_state, context_fn, *options, *args, **kwargs)
+        return
+    call = _Call(listener, fn, args, kwargs)
+    selective = Selective(context_fn)
+    contexts = context_fn if context_fn is torch_checkpoint.noop_context_fn else selective.contexts
+    region = _original(
+        call.recompute, preserve_rng_state, contexts, *options, *call.tensors_and_args
+    )
+    del fn, args, kwargs
+    _state.saving_inputs = True
+    try:
+        next(region)
+    finally:
+        _state.saving_inputs = False
+    try:
+        yield
+    except BaseException as error:
+        region.throw(error)  # type: ignore[attr-defined]
+        raise
+    for _ in region:
+        raise AssertionError("torch's checkpoint generator yielded twice")
+    selective.pack(listener)
+
+
+class _Nested:
+    """An argument in which tensors were replaced by their places among the positional ones."""
+
+    def __init__(self, leaves: list[Any], places: Mapping[int, int], spec: TreeSpec) -> None:
+        self._leaves = leaves
+        self._places = places
+        self._spec = spec
+
+    def filled(self, tensors: tuple[Any, ...]) -> Any:
+        """The argument again, with these tensors."""
+        leaves = list(self._leaves)
+        for leaf, place in self._places.items():
+            leaves[leaf] = tensors[place]
+        return tree_unflatten(leaves, self._spec)
+
+
+class _Call:
+    """A checkpointed call, with the tensors out of sight put behind its positional arguments.
+
+    Arguments in which nothing is worth moving are handed on as they are, the same objects.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._listener = listener
+        self._extra: list[torch.Tensor] = []
+        self._count = len(args)
+        self._partial_args: tuple[Any, ...] = ()
+        self._partial_kwargs: dict[str, Any] = {}
+        self._fn = fn
+        if isinstance(fn, functools.partial):
+            self._fn = fn.func
+            self._partial_args = tuple(self._hide(value) for value in fn.args)
+            self._partial_kwargs = {key: self._hide(value) for key, value in fn.keywords.items()}
+        self._kwargs = {key: self._hide(value) for key, value in kwargs.items()}
+        nested = [value if isinstance(value, torch.Tensor) else self._hide(value) for value in args]
+        self.tensors_and_args = (*nested, *self._extra)
+        del self._extra, self._listener
+
+    def _hide(self, value: Any) -> Any:
+        """The value itself, or the same with large activations taken out."""
+        leaves, spec = tree_flatten(value)
+        places = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and self._listener.could_move(leaf):
+                places[number] = self._count + len(self._extra)
+                self._extra.append(leaf)
+                leaves[number] = None
+        return _Nested(leaves, places, spec) if places else value
+
+    def recompute(self, *tensors_and_args: Any) -> Any:
+        """Call the function as the forward did."""
+
+        def filled(value: Any) -> Any:
+            return value.filled(tensors_and_args) if isinstance(value, _Nested) else value
+
+        args = (*self._partial_args, *tensors_and_args[: self._count])
+        kwargs = self._partial_kwargs | self._kwargs
+        return self._fn(
+            *(filled(value) for value in args),
+            **{key: filled(value) for key, value in kwargs.items()},
+        )

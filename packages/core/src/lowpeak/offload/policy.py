@@ -1,0 +1,198 @@
+"""Which saved tensors leave their device, and whether any should."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+logger = logging.getLogger("lowpeak.offload")
+
+PolicyName = Literal["auto", "checkpoint_inputs", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """What a policy is told about a tensor that autograd saves."""
+
+    nbytes: int
+    """Bytes of its elements, expanded dimensions counted once."""
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    """False for masks, tables, ids and all else that no gradient flows into."""
+    is_checkpoint_input: bool
+    """It is an input of torch.utils.checkpoint, which recomputes from it."""
+    is_selective_save: bool
+    """It is a result that a selective checkpoint keeps."""
+
+
+class Policy(Protocol):
+    """Chooses among the tensors that can be moved."""
+
+    def wants(self, saved: SavedTensor) -> bool:
+        """Whether this one leaves its device."""
+
+    def opens(self, waiting_bytes: int, window_bytes: int) -> bool:
+        """Whether copies may start, with so many bytes chosen and not copied."""
+
+    def forward_begins(self, peaks: "Peaks") -> None:
+        """The context was entered."""
+
+    def observe(self, peaks: "Peaks", host_bytes: int) -> None:
+        """A tensor was saved or asked for, while `host_bytes` were away."""
+
+    def explain(self) -> str:
+        """What is chosen and why, in a sentence."""
+
+
+Peaks = Callable[[], dict[torch.device, int]]
+"""The most bytes so far on each device that was moved from; empty where unknown."""
+
+
+class FixedPolicy:
+    """A rule that holds for good."""
+
+    def __init__(self, rule: Callable[[SavedTensor], bool], name: str) -> None:
+        self._rule = rule
+        self._name = name
+
+    def wants(self, saved: SavedTensor) -> bool:
+        """What the rule says."""
+        return bool(self._rule(saved))
+
+    def opens(self, waiting_bytes: int, window_bytes: int) -> bool:
+        """Always."""
+        return True
+
+    def forward_begins(self, peaks: Peaks) -> None:
+        """Nothing to learn."""
+
+    def observe(self, peaks: Peaks, host_bytes: int) -> None:
+        """Nothing to learn."""
+
+    def explain(self) -> str:
+        """The rule's name."""
+        return f"{self._name} is moved, as asked for"
+
+
+def is_recomputed_from(saved: SavedTensor) -> bool:
+    """Inputs of checkpoints that a gradient flows into, and what selective checkpoints keep.
+
+    An input without gradient is a mask, a table or ids: shared by all layers, so that moving it
+    frees nothing and brings it back once a layer.
+    """
+    return saved.is_selective_save or (saved.is_checkpoint_input and saved.requires_grad)
+
+
+class AutoPolicy:
+    """Checkpoint inputs where checkpointing is on, everything large where it is not.
+
+    And nothing while that cannot lower the peak:
+    * the first bytes wait on their device until more of them are chosen than the window holds, as
+      the copies in flight would hold as much;
+    * in the first forward and backward with copies, the peak up to every saved tensor and every
+      unpack is noted together with the bytes that were away then. Their sum bounds the peak
+      without offloading; where the step's true peak (the optimizer's, say) is not below the bound,
+      the copies cannot lower it, and they stay off until a forward saves more bytes than this one.
+    """
+
+    def __init__(self) -> None:
+        self._mode: Literal["undecided", "checkpoint_inputs", "all"] = "undecided"
+        self._open = False
+        self._chosen_bytes = 0
+        self._useless_bytes = 0
+        self._bounds: dict[torch.device, int] | None = {}
+        self._reason = "nothing was saved yet"
+
+    def wants(self, saved: SavedTensor) -> bool:
+        """By the mode, which the first checkpoint input settles."""
+        if saved.is_checkpoint_input or saved.is_selective_save:
+            self._settle("checkpoint_inputs", "the forward is checkpointed")
+        wanted = is_recomputed_from(saved) if self._mode == "checkpoint_inputs" else True
+        if wanted:
+            self._chosen_bytes += saved.nbytes
+        return wanted
+
+    def opens(self, waiting_bytes: int, window_bytes: int) -> bool:
+        """Once more bytes wait than the window, or a forward known to gain nothing, holds."""
+        if not self._open and waiting_bytes > max(window_bytes, self._useless_bytes):
+            self._open = True
+            if self._mode == "undecided":
+                self._settle("all", "no checkpoint was seen")
+            self._useless_bytes = 0
+            self._say(f"on for {self._title()}")
+        return self._open
+
+    def forward_begins(self, peaks: Peaks) -> None:
+        """Judge the step before, once."""
+        if self._open and self._bounds:
+            self._judge(peaks())
+        elif self._chosen_bytes and not self._open:
+            self._say(
+                f"off: {self._chosen_bytes} bytes of {self._title()} are fewer than copies in "
+                "flight would hold"
+                if not self._useless_bytes
+                else self._reason
+            )
+        self._chosen_bytes = 0
+        self._open = self._open and not self._useless_bytes
+
+    def observe(self, peaks: Peaks, host_bytes: int) -> None:
+        """Note the bound, in the first step with copies."""
+        if self._bounds is None or not self._open:
+            return
+        for device, peak in peaks().items():
+            self._bounds[device] = max(self._bounds.get(device, 0), peak + host_bytes)
+
+    def explain(self) -> str:
+        """Mode and reason."""
+        return self._reason
+
+    def _judge(self, peaks: dict[torch.device, int]) -> None:
+        bounds = self._bounds
+        assert bounds is not None
+        self._bounds = None
+        if all(bound <= peaks[device] for device, bound in bounds.items()):
+            self._useless_bytes = self._chosen_bytes
+            self._bounds = {}
+            peak = max(peaks.values())
+            self._say(
+                f"off: the peak of {peak} bytes is outside of forward and backward, and would be "
+                f"no higher with {self._chosen_bytes} bytes of {self._title()} on the device"
+            )
+
+    def _settle(self, mode: Literal["checkpoint_inputs", "all"], why: str) -> None:
+        if self._mode != mode and not (self._mode == "checkpoint_inputs" and mode == "all"):
+            self._mode = mode
+            self._why = why
+
+    def _title(self) -> str:
+        return {
+            "checkpoint_inputs": "checkpoint inputs (checkpointing is on)",
+            "all": "all large saved tensors (no checkpointing)",
+            "undecided": "large saved tensors",
+        }[self._mode]
+
+    def _say(self, reason: str) -> None:
+        if reason != self._reason:
+            self._reason = reason
+            logger.info("activation offload %s", reason)
+
+
+def make_policy(policy: PolicyName | Callable[[SavedTensor], bool]) -> Policy:
+    """The policy of a name or a function."""
+    if policy == "auto":
+        return AutoPolicy()
+    if policy == "checkpoint_inputs":
+        return FixedPolicy(is_recomputed_from, "what checkpoints recompute from")
+    if policy == "all":
+        return FixedPolicy(lambda saved: True, "every large saved tensor")
+    if callable(policy):
+        return FixedPolicy(policy, f"what {policy!r} chooses")
+    raise ValueError(
+        f"policy={policy!r} is none of 'auto', 'checkpoint_inputs', 'all', and no function of a "
+        "SavedTensor"
+    )

@@ -1,0 +1,56 @@
+"""The order in which saved tensors come back: each forward's order of saving, reversed."""
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+import torch
+
+from lowpeak.offload.unit import Unit, UnitReference
+
+
+class Generation:
+    """The units of one forward, in the order in which they were saved, one chain a device.
+
+    Nothing is ever fetched across generations. The chain holds weak references: what the graph
+    let go is skipped.
+    """
+
+    __slots__ = ("__weakref__", "chains", "pending", "unpacked")
+
+    def __init__(self) -> None:
+        self.chains: dict[torch.device, list[UnitReference]] = defaultdict(list)
+        self.pending: deque[UnitReference] = deque()
+        self.unpacked = False
+
+    def append(self, unit: Unit, *, new: bool) -> int:
+        """Put a unit at the end of its device's chain; its position there."""
+        chain = self.chains[unit.device]
+        reference = weakref.ref(unit)
+        chain.append(reference)
+        if new:
+            self.pending.append(reference)
+        return len(chain) - 1
+
+    def pending_bytes(self) -> int:
+        """Bytes of the units whose copies were not issued."""
+        units = (reference() for reference in self.pending)
+        return sum(unit.nbytes for unit in units if unit is not None)
+
+    def before(self, device: torch.device, position: int) -> Iterator[Unit]:
+        """The living units saved before a position, the nearest first."""
+        chain = self.chains[device]
+        while len(chain) > position + 1 and chain[-1]() is None:
+            chain.pop()
+        for place in range(min(position, len(chain)) - 1, -1, -1):
+            unit = chain[place]()
+            if unit is not None:
+                yield unit
+
+    def close(self) -> None:
+        """A newer forward began: give up what was fetched ahead and never asked for."""
+        for chain in self.chains.values():
+            for reference in chain:
+                unit = reference()
+                if unit is not None:
+                    unit.discard_arriving()

@@ -1,0 +1,220 @@
+"""One range of one storage that moves as a whole, from its first save to its last handle's end."""
+
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from lowpeak.offload.engine import Copy, CopyEngine, HostRoom
+from lowpeak.offload.storage import (
+    ALIGNMENT,
+    Layout,
+    StorageReference,
+    bytes_between,
+    layout_of,
+    view_as,
+)
+
+UnitReference = weakref.ReferenceType["Unit"]
+
+
+class StorageRecord:
+    """The units of one storage that live; each of them holds the record, nobody else does."""
+
+    __slots__ = ("__weakref__", "_units")
+
+    def __init__(self) -> None:
+        self._units: list[UnitReference] = []
+
+    def add(self, unit: "Unit") -> None:
+        """A unit more."""
+        self._units = [reference for reference in self._units if reference() is not None]
+        self._units.append(weakref.ref(unit))
+
+    def serving(self, layout: Layout, version: int, storage_bytes: int) -> "Unit | None":
+        """A unit that has, or can still take in, a view of the storage at this version."""
+        for reference in self._units:
+            unit = reference()
+            if unit is not None and unit.version == version and unit.join(layout, storage_bytes):
+                return unit
+        return None
+
+
+class Unit:
+    """A range of bytes of a storage at one version: on its device, on the way, or on the host.
+
+    The handles in the graph own it and nothing else does, so that it and all it holds end with the
+    graph. `source` keeps the device memory while the copy out is not ordered before what may
+    reuse the memory; `arriving` is memory that a copy in was issued for and nobody took yet.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arriving",
+        "cloned",
+        "copied_out",
+        "device",
+        "engine",
+        "failure",
+        "gathered",
+        "identity",
+        "index",
+        "layouts",
+        "nbytes",
+        "on_release",
+        "origin",
+        "present",
+        "record",
+        "room",
+        "source",
+        "start",
+        "stop",
+        "version",
+    )
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        tensor: torch.Tensor,
+        layout: Layout,
+        index: int,
+        record: StorageRecord,
+        *,
+        version: int,
+        snapshot: bool,
+        on_release: Callable[[int], None],
+    ) -> None:
+        storage = tensor.untyped_storage()
+        self.engine = engine
+        self.device = tensor.device
+        self.identity = StorageReference(storage)
+        self.version = version
+        self.index = index
+        self.record = record
+        record.add(self)
+        self.layouts = {layout}
+        self.start, self.stop = aligned(layout, storage.nbytes())
+        self.nbytes = self.stop - self.start
+        self.gathered: Layout | None = None
+        self.source: torch.UntypedStorage | None = storage
+        # Byte of the saved storage at which `source` begins.
+        self.origin = 0
+        self.cloned = False
+        self.room: HostRoom | None = None
+        self.copied_out: Copy | None = None
+        self.arriving: tuple[torch.Tensor, Copy] | None = None
+        self.present: tuple[StorageReference, Copy] | None = None
+        self.failure: str | None = None
+        self.on_release = on_release
+        if snapshot:
+            self._clone()
+
+    def _clone(self) -> None:
+        """Hold a copy made on the computation's stream: later changes do not reach it."""
+        assert self.source is not None
+        self.source = bytes_between(self.source, self.start, self.stop).clone().untyped_storage()
+        self.origin = self.start
+        self.cloned = True
+
+    def join(self, layout: Layout, storage_bytes: int) -> bool:
+        """Whether a further view of the same storage and version is served, perhaps by growing.
+
+        Only what was not copied yet grows, and only to where half of the range is asked for.
+        """
+        if self.failure is not None:
+            return False
+        if self.gathered is not None:
+            return layout in self.layouts
+        start, stop = aligned(layout, storage_bytes)
+        if self.start <= start and stop <= self.stop:
+            self.layouts.add(layout)
+            return True
+        if self.copied_out is not None or self.source is None or self.cloned:
+            return False
+        start, stop = min(start, self.start), max(stop, self.stop)
+        asked = sum(known.unique_bytes for known in self.layouts | {layout})
+        if 2 * asked < stop - start:
+            return False
+        self.layouts.add(layout)
+        self.start, self.stop = start, stop
+        self.nbytes = stop - start
+        return True
+
+    def bytes_to_copy(self) -> torch.Tensor:
+        """uint8 of what leaves the device; a view that fills less than half of it is gathered."""
+        assert self.source is not None
+        (first,) = self.layouts if len(self.layouts) == 1 else (None,)
+        if first is not None and 2 * first.unique_bytes < first.span:
+            strided = view_as(self.source, first.moved(self.origin))
+            compact = strided.as_strided(first.compact_size, first.stride).contiguous()
+            self.gathered = layout_of(compact)
+            self.source, self.origin, self.cloned = compact.untyped_storage(), 0, True
+            self.nbytes = self.source.nbytes()
+            return bytes_between(self.source, 0, self.nbytes)
+        start = self.start - self.origin
+        return bytes_between(self.source, start, start + self.nbytes)
+
+    def view(self, storage: torch.UntypedStorage, layout: Layout, base: int) -> torch.Tensor:
+        """The saved view over a storage that begins at byte `base` of the saved one.
+
+        Over a gathered storage the elements are spread out again: same strides, new memory.
+        """
+        if self.gathered is None:
+            return view_as(storage, layout.moved(base))
+        spread = self.engine.empty(self.device, layout.span).untyped_storage()
+        strided = view_as(spread, layout.moved(layout.start))
+        strided.as_strided(layout.compact_size, layout.stride).copy_(
+            view_as(storage, self.gathered)
+        )
+        return strided
+
+    def view_of_clone(self, layout: Layout) -> torch.Tensor:
+        """The saved view over memory of its own: nobody else may write into the clone."""
+        assert self.source is not None
+        if self.gathered is not None:
+            return self.view(self.source, layout, 0)
+        memory = bytes_between(self.source, 0, self.source.nbytes()).clone()
+        return self.view(memory.untyped_storage(), layout, self.origin)
+
+    def brought_back(self) -> tuple[torch.UntypedStorage, Copy] | None:
+        """Device memory that a copy back filled for somebody who still holds it."""
+        if self.present is None:
+            return None
+        reference, copy = self.present
+        storage = reference.get()
+        return None if storage is None else (storage, copy)
+
+    def let_source_go(self) -> bool:
+        """Drop the device memory; True if somebody else still holds it."""
+        shared = not self.cloned
+        self.source = None
+        return shared and self.identity.get() is not None
+
+    def discard_arriving(self) -> None:
+        """Give up memory that was fetched ahead, ordered after the copy that writes it."""
+        if self.arriving is not None:
+            target, copy = self.arriving
+            if not self.engine.done(copy):
+                self.engine.wait(copy, target)
+            self.arriving = None
+
+    def __del__(self) -> None:
+        # The graph is gone. Whatever a copy still reads or writes goes back to the allocator only
+        # behind that copy; the engine keeps the host room until its copies have ended.
+        if sys.is_finalizing():
+            return
+        if self.room is not None:
+            if self.source is not None and self.copied_out is not None:
+                memory = bytes_between(self.source, 0, self.source.nbytes())
+                if not self.engine.done(self.copied_out):
+                    self.engine.wait(self.copied_out, memory)
+            self.discard_arriving()
+            self.engine.release(self.room)
+            self.on_release(self.nbytes)
+
+
+def aligned(layout: Layout, storage_bytes: int) -> tuple[int, int]:
+    """The bytes to copy for a layout: from an aligned offset, within the storage."""
+    start = layout.start - layout.start % ALIGNMENT
+    return start, min(layout.stop, storage_bytes)

@@ -1,0 +1,85 @@
+"""How many bytes of device memory the copies may hold in each direction."""
+
+import weakref
+from collections import deque
+
+from lowpeak.offload.engine import CopyEngine
+from lowpeak.offload.storage import bytes_between
+from lowpeak.offload.telemetry import Telemetry
+from lowpeak.offload.unit import Unit, UnitReference
+
+SMALLEST_WINDOW = 64 << 20
+
+
+class Window:
+    """The copies out of one device that have not ended, oldest first, and their bytes.
+
+    The limit holds for each direction: `window_bytes`, or twice the largest unit seen, at least 64
+    MiB. A unit is let go when its copy ended; over the limit the current stream waits for the
+    oldest copy first, so that the peak depends on the order of calls and not on the copies' speed.
+    """
+
+    def __init__(self, engine: CopyEngine, window_bytes: int | None, telemetry: Telemetry) -> None:
+        self._engine = engine
+        self._window_bytes = window_bytes
+        self._telemetry = telemetry
+        self._largest = 0
+        self._leaving: deque[UnitReference] = deque()
+        self._arriving: list[UnitReference] = []
+
+    @property
+    def limit(self) -> int:
+        """Bytes that may be in flight in one direction."""
+        if not self._engine.overlaps:
+            return 0
+        if self._window_bytes is not None:
+            return self._window_bytes
+        return max(SMALLEST_WINDOW, 2 * self._largest)
+
+    def largest(self, nbytes: int) -> None:
+        """A unit of this size was seen."""
+        self._largest = max(self._largest, nbytes)
+
+    def leave(self, unit: Unit) -> None:
+        """A copy out was issued: count it, and let go what may go."""
+        self.largest(unit.nbytes)
+        self._leaving.append(weakref.ref(unit))
+        self.retire()
+
+    def retire(self) -> None:
+        """Let sources go, oldest first, waiting on the device only while over the limit."""
+        in_flight = self.leaving_bytes()
+        while self._leaving:
+            unit = self._leaving[0]()
+            if unit is not None and unit.source is not None:
+                assert unit.copied_out is not None
+                if not self._engine.done(unit.copied_out):
+                    if in_flight <= self.limit:
+                        break
+                    memory = bytes_between(unit.source, 0, unit.source.nbytes())
+                    self._engine.wait(unit.copied_out, memory)
+                    del memory
+                in_flight -= unit.nbytes
+                self._telemetry.note_retired(unit.index, unit.nbytes, unit.let_source_go())
+            self._leaving.popleft()
+        self._telemetry.note_in_flight(in_flight)
+
+    def leaving_bytes(self) -> int:
+        """Bytes whose copy out has not been seen to end."""
+        alive = (reference() for reference in self._leaving)
+        return sum(unit.nbytes for unit in alive if unit is not None and unit.source is not None)
+
+    def arriving_bytes(self) -> int:
+        """Bytes fetched ahead that nobody took yet."""
+        self._arriving = [
+            reference
+            for reference in self._arriving
+            if (unit := reference()) is not None and unit.arriving is not None
+        ]
+        alive = (reference() for reference in self._arriving)
+        return sum(unit.nbytes for unit in alive if unit is not None)
+
+    def arrive(self, unit: Unit) -> None:
+        """A unit was fetched ahead."""
+        self._arriving.append(weakref.ref(unit))
+        self._telemetry.note_fetched_ahead(self.arriving_bytes())
