@@ -208,8 +208,8 @@ SWITCHES = {
     "attention": ("attention", "off", {"attention", "padding_free"}),
     "padding_free": ("padding_free", False, {"padding_free"}),
 }
-# Of the dataset, not of the model; its option is TRL's own `packing`.
-OF_DATASETS = {"packing"}
+# Of the dataset or of what one batch is, and off unless asked for: `packing` is TRL's own option.
+UNASKED_OFF = {"packing", "token_budget"}
 ALONE_AND_ALL = [*([name] for name in SWITCHES), list(SWITCHES)]
 
 
@@ -233,7 +233,7 @@ def in_use(trainer):
 
 
 def test_every_technique_has_its_switch():
-    assert SWITCHES.keys() == set(TECHNIQUES) - OF_DATASETS
+    assert SWITCHES.keys() == set(TECHNIQUES) - UNASKED_OFF
     fields = lowpeak_trainers.SFTConfig.__dataclass_fields__
     assert all(name in fields for name, _, _ in SWITCHES.values())
 
@@ -249,7 +249,7 @@ def run_without(method, techniques, folder, options):
     stock.train()
     ours.train()
     gone = set().union(*(SWITCHES[technique][2] for technique in techniques))
-    assert in_use(ours) == set(TECHNIQUES) - OF_DATASETS - gone
+    assert in_use(ours) == set(TECHNIQUES) - UNASKED_OFF - gone
     parity.assert_same_logs(ours, stock)
 
 

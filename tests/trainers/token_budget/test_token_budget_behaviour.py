@@ -15,6 +15,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import lowpeak_trainers
+from lowpeak.memory import track_memory
 from lowpeak_trainers.token_budget.gradients import Factor, GroupedGradients, Repeatable
 
 SLOW = pytest.mark.slow
@@ -176,6 +177,42 @@ def test_off_unless_asked_for(tmp_path, caplog):
     assert "token budget" not in caplog.text
     build(lowpeak_trainers, "DPO", tmp_path, max_tokens_per_batch=BUDGET)
     assert "token budget: at most 40 tokens of a batch" in caplog.text
+
+
+def test_switched_off_by_the_environment(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="lowpeak.trainers")
+    monkeypatch.setenv("LOWPEAK_DISABLE", "token_budget")
+    trainer = build(lowpeak_trainers, "Reward", tmp_path, max_tokens_per_batch=BUDGET, max_steps=1)
+    calls = watch(trainer)
+    trainer.train()
+    assert max(call.tokens for call in calls) > BUDGET
+    assert "token budget: off in RewardTrainer, by LOWPEAK_DISABLE=token_budget" in caplog.text
+
+
+def test_peak_follows_the_budget(tmp_path, device):
+    """Sixteen sequences without checkpoints, about two of them at a time."""
+    if device.type != "cpu":
+        pytest.skip("counts the allocator events of the CPU")
+    data = tiny.preferences([(60, 68, 60), (20, 30, 90), (90, 20, 30)] * 4)
+    options = {"max_steps": 1, "gradient_checkpointing": False, "gradient_accumulation_steps": 1}
+    peaks = []
+    for budget in (None, 256):
+        trainer = methods.build(
+            lowpeak_trainers,
+            "DPO",
+            tmp_path,
+            options={
+                **options,
+                "per_device_train_batch_size": 8,
+                "max_tokens_per_batch": budget,
+            },
+            train_dataset=data,
+        )
+        with track_memory() as report:
+            trainer.train()
+        peaks.append(report.peak_bytes)
+    # 2.3 of 9.7 MB, of which gradients and Adam's states are no part of either
+    assert peaks[1] < 0.4 * peaks[0]
 
 
 def test_compute_loss_outside_of_a_step_says_so(tmp_path):

@@ -37,7 +37,7 @@ def test_padded_batches_count_their_padding(method, tmp_path):
     trained = assert_within(calls, 80)
     assert any(call.shape[0] > 1 for call in trained)
     # groups are cut to their longest row
-    assert len({call.shape[1] for call in trained}) > 2
+    assert len({call.shape[1] for call in trained}) > 1
 
 
 # Losses that tie the rows of a batch together, or their normaliser to its tokens.

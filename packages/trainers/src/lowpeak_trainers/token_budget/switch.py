@@ -9,6 +9,8 @@ import torch
 from accelerate.utils import DistributedType
 from transformers.training_args import OptimizerNames
 
+from lowpeak.config import DISABLE_VARIABLE, disabled_techniques
+
 from ..compatibility import REWARD_MODULE
 from ..seam import trl_modules_of
 from .budget import TokenBudget
@@ -33,23 +35,27 @@ def switch_token_budget(
     """
     if tokens is None:
         return
+    owner = type(trainer).__name__
     if tokens < 1:
         raise ValueError(
             f"max_tokens_per_batch={tokens} is not positive: pass a number of tokens, or None to "
             "compute each batch at once"
         )
+    if "token_budget" in disabled_techniques():
+        logger.info("token budget: off in %s, by %s", owner, f"{DISABLE_VARIABLE}=token_budget")
+        return
     reason = _refusal(trainer, share)
     if reason is not None:
         raise ValueError(
-            f"max_tokens_per_batch={tokens} does not serve {type(trainer).__name__}: {reason}, or "
-            "set max_tokens_per_batch=None"
+            f"max_tokens_per_batch={tokens} does not serve {owner}: {reason}, or set "
+            "max_tokens_per_batch=None"
         )
     sharded = trainer.accelerator.distributed_type == DistributedType.FSDP
     budget.switch(tokens, multiple, _most(trainer.accelerator) if sharded else int)
     logger.info(
         "token budget: at most %d tokens of a batch go through the model at a time in %s",
         tokens,
-        type(trainer).__name__,
+        owner,
     )
 
 
