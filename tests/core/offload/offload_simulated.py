@@ -1,0 +1,112 @@
+"""Offloading on the simulated device, and gradients beside those of plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from offload_oracle import collect, same
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowpeak.offload import OffloadActivations
+from lowpeak.offload.engine import HostRoom
+from lowpeak.offload.sim_engine import SimEngine
+
+MODES = ("laziest", "eager", "random")
+
+
+class WatchedEngine(SimEngine):
+    """A simulated device that keeps weak references to all device memory that passes through it."""
+
+    def __init__(self, *, seed: int = 0, mode: Any = "random", **options: Any) -> None:
+        super().__init__(seed=seed, mode=mode, **options)
+        self.passed: dict[int, StorageWeakRef] = {}
+        self.rooms = 0
+
+    def empty(self, device: torch.device, nbytes: int) -> Tensor:
+        return self._watch(super().empty(device, nbytes))
+
+    def copy_out(self, source: Tensor, room: HostRoom) -> Any:
+        return super().copy_out(self._watch(source), room)
+
+    def allocate(self, device: torch.device, nbytes: int) -> Any:
+        self.rooms += 1
+        return super().allocate(device, nbytes)
+
+    def held(self) -> int:
+        """Storages of the device that are alive and were once copied from or to."""
+        self.passed = {key: ref for key, ref in self.passed.items() if not ref.expired()}
+        return len(self.passed)
+
+    def _watch(self, memory: Tensor) -> Tensor:
+        storage = memory.untyped_storage()
+        self.passed[storage._cdata] = StorageWeakRef(storage)
+        return memory
+
+
+ENGINES: WeakKeyDictionary[OffloadActivations, WatchedEngine] = WeakKeyDictionary()
+Forward = Callable[[list[Tensor]], Tensor]
+
+
+def simulated(mode: str = "laziest", seed: int = 0, **options: Any) -> OffloadActivations:
+    """Everything is offloaded at once unless `options` say otherwise."""
+    defaults = {"policy": "all", "min_bytes": 1, "keep_last": 0}
+    engine = WatchedEngine(seed=seed, mode=mode)
+    context = OffloadActivations(**{**defaults, **options}, device_backend=engine)
+    ENGINES[context] = engine
+    return context
+
+
+def gradients_under(
+    context: AbstractContextManager[object],
+    forward: Forward,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    seed: int = 0,
+    inside: bool = False,
+) -> list[Tensor | None]:
+    """Gradients of random leaves of these shapes, the same values for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    torch.manual_seed(seed)
+    with context:
+        out = forward(leaves)
+        loss = (out * out).sum()
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def assert_exact(
+    forward: Forward,
+    shapes: Sequence[tuple[int, ...]],
+    context: Callable[[], OffloadActivations],
+    *,
+    seed: int = 0,
+) -> None:
+    """Bitwise plain autograd's gradients, backward inside and outside, and nothing left behind."""
+    plain = gradients_under(nullcontext(), forward, shapes, seed=seed)
+    assert any(gradient is not None for gradient in plain)
+    for inside in (False, True):
+        used = context()
+        ours = gradients_under(used, forward, shapes, seed=seed, inside=inside)
+        for index, (a, b) in enumerate(zip(ours, plain, strict=True)):
+            assert same(a, b), f"gradient {index}:\n{a}\ninstead of\n{b}"
+        assert_nothing_left(used)
+
+
+def assert_nothing_left(context: OffloadActivations, *, kept: int = 0) -> None:
+    """No host bytes, and of the device's storages only the `kept` ones that the test holds."""
+    collect()
+    context.synchronize()
+    engine = ENGINES[context]
+    assert engine.violations == []
+    assert context.stats().host_bytes == 0
+    assert engine.live_host_bytes == 0
+    assert engine.held() <= kept
