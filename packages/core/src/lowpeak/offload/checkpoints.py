@@ -8,15 +8,17 @@ the closure that recomputes, nor what a selective checkpoint keeps in its own di
 So while a context is open, the generator that both halves of a non-reentrant checkpoint run
 through, `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, is exchanged for one that
 runs it with those tensors as further positional arguments. Threads without an open context run the
-original unchanged. The name is private to torch: `check_torch` says if it is not what it was.
+original unchanged. The name is private to torch: `check_torch` says if it is not what it was. An
+input that is reached this way counts as saved, so changing it in place before backward raises.
 """
 
 import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -25,19 +27,9 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lowpeak.offload.handle import Packed
-from lowpeak.offload.selective import Contexts, Selective
+from lowpeak.offload.selective import Selective
 
 GENERATOR = "_checkpoint_without_reentrant_generator"
-PARAMETERS = (
-    "fn",
-    "preserve_rng_state",
-    "context_fn",
-    "determinism_check",
-    "debug",
-    "early_stop",
-    "args",
-    "kwargs",
-)
 
 
 class Listener(Protocol):
@@ -65,20 +57,25 @@ class _ThreadState(threading.local):
 _state = _ThreadState()
 _lock = threading.Lock()
 _open_contexts = 0
-_original: Callable[..., Iterator[None]] | None = None
+_original: Callable[..., Generator[None, None, None]] | None = None
 
 
 def check_torch() -> None:
     """Raise RuntimeError where torch's checkpoint is not built as this module knows it."""
     generator = getattr(torch_checkpoint, GENERATOR, None)
-    if generator is _generator:
-        return
-    found = () if generator is None else tuple(inspect.signature(generator).parameters)
-    if found != PARAMETERS:
+    kinds = {}
+    if generator is not None:
+        parameters = inspect.signature(generator).parameters
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+    if (
+        list(kinds)[:1] != ["fn"]
+        or "context_fn" not in kinds
+        or list(kinds.values())[-2:] != [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
+    ):
         raise RuntimeError(
-            f"torch {torch.__version__}: torch.utils.checkpoint.{GENERATOR} takes {found}, "
-            f"expected {PARAMETERS}; use a torch that lowpeak supports, or policy='all' without "
-            "checkpointing through torch.utils.checkpoint"
+            f"torch {torch.__version__}: torch.utils.checkpoint.{GENERATOR} takes {list(kinds)}, "
+            "not fn, options with a context_fn among them, *args and **kwargs; use a torch that "
+            "lowpeak supports"
         )
 
 
@@ -98,8 +95,9 @@ def _install() -> None:
     global _open_contexts, _original
     with _lock:
         if _open_contexts == 0:
-            check_torch()
-            _original = getattr(torch_checkpoint, GENERATOR)
+            if getattr(torch_checkpoint, GENERATOR, None) is not _generator:
+                check_torch()
+                _original = getattr(torch_checkpoint, GENERATOR)
             setattr(torch_checkpoint, GENERATOR, _generator)
         _open_contexts += 1
 
@@ -137,31 +135,23 @@ def _reentrant_function_is_saving() -> bool:
     return frame.f_locals["cls"] is torch_checkpoint.CheckpointFunction
 
 
-def _generator(
-    fn: Callable[..., Any],
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], Contexts] = torch_checkpoint.noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    early_stop: bool = True,
-    *args: Any,
-    **kwargs: Any,
-) -> Iterator[None]:
+def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
     """Torch's generator: runs up to its one yield before the forward, and to its end after it."""
     assert _original is not None
-    options = (determinism_check, debug, early_stop)
     listener = _state.listeners[-1] if _state.listeners else None
     in_backward = torch._C._current_graph_task_id() != -1
     if listener is None or in_backward or not torch.is_grad_enabled():
-        yield from _original(fn, preserve_rng_state, context_fn, *options, *args, **kwargs)
+        yield from _original(*values, **kwargs)
         return
-    call = _Call(listener, fn, args, kwargs)
-    selective = Selective(context_fn)
-    contexts = context_fn if context_fn is torch_checkpoint.noop_context_fn else selective.contexts
-    region = _original(
-        call.recompute, preserve_rng_state, contexts, *options, *call.tensors_and_args
-    )
-    del fn, args, kwargs
+    # torch.utils.checkpoint.checkpoint gives fn and all options by position.
+    names = list(inspect.signature(_original).parameters)[:-2]
+    options = dict(zip(names, values, strict=False))
+    call = _Call(listener, options["fn"], values[len(names) :], kwargs)
+    options["fn"] = call.recompute
+    selective = Selective(options["context_fn"])
+    if options["context_fn"] is not torch_checkpoint.noop_context_fn:
+        options["context_fn"] = selective.contexts
+    region = _original(*options.values(), *call.tensors_and_args)
     _state.saving_inputs = True
     try:
         next(region)
@@ -170,7 +160,7 @@ def _generator(
     try:
         yield
     except BaseException as error:
-        region.throw(error)  # type: ignore[attr-defined]
+        region.throw(error)
         raise
     for _ in region:
         raise AssertionError("torch's checkpoint generator yielded twice")

@@ -76,8 +76,9 @@ class KeptTensor(Packed):
     __slots__ = ("_tensor",)
 
     def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        # Without its node: an output that held it would never be freed (pytorch 189025).
-        self._tensor = tensor.detach()
+        # Without its node: an output that held it would never be freed (pytorch 189025). A leaf has
+        # none, and is held itself, as autograd does: ZeRO-3 exchanges the data of parameters.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._witness = Witness(tensor, self._tensor, version)
 
     def unpack(self) -> torch.Tensor:

@@ -74,6 +74,7 @@ class Selective:
         """
         if self._made is None:
             return
+        check_torch()
         forward, recompute = self._made
         self._made = None
         if not isinstance(forward, torch_checkpoint._CachingTorchDispatchMode):

@@ -97,11 +97,10 @@ class StorageReference:
 
     def get(self) -> torch.UntypedStorage | None:
         """The storage, unless nobody holds it any more or it was resized (as FSDP does)."""
-        storage: torch.UntypedStorage | None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
-        if storage is None or storage.nbytes() != self._nbytes:
-            return None
-        return storage
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self._reference.cdata
+        )
+        return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
 
 @lru_cache(maxsize=64)
@@ -164,10 +163,11 @@ def is_held_by_leaf(tensor: torch.Tensor) -> bool:
 
 def wrapper_parts(tensor: torch.Tensor) -> tuple[list[str], object] | None:
     """Names of a wrapper subclass's inner tensors, and its context; None for other tensors."""
-    if not is_traceable_wrapper_subclass(tensor) or tensor.is_nested:
+    # As objects: to a type checker no tensor can be a wrapper, as its signatures differ.
+    candidate: object = tensor
+    if tensor.is_nested or not is_traceable_wrapper_subclass(candidate):
         return None
-    wrapper: Flattenable = cast(Flattenable, tensor)
-    return wrapper.__tensor_flatten__()
+    return cast(Flattenable, candidate).__tensor_flatten__()
 
 
 def hollow_wrapper(wrapper: torch.Tensor, names: list[str]) -> torch.Tensor | None:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 EVENTS_KEPT = 20_000
-Track = Literal["out", "in", "unpack"]
-_TRACKS: dict[Track, int] = {"out": 1, "in": 2, "unpack": 3}
-_TITLES = {"out": "copies to the host", "in": "copies back", "unpack": "backward asks"}
+Track = Literal["out", "in"]
+_TRACKS: dict[Track, int] = {"out": 1, "in": 2}
+_TITLES = {"out": "copies to the host", "in": "copies back"}
 
 
 class Trace:
@@ -38,6 +38,8 @@ class Trace:
         """A copy of the unit `index` was issued."""
         with self._lock:
             self._begun[track, index] = (time.perf_counter_ns(), nbytes)
+            if len(self._begun) > EVENTS_KEPT:  # ends are not seen where a graph is dropped
+                del self._begun[next(iter(self._begun))]
 
     def end(self, track: Track, index: int) -> None:
         """It has ended, or its bytes are no longer wanted."""
