@@ -102,6 +102,20 @@ def test_a_stream_says_the_same(folder: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == whole
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_progress_on_a_terminal(
+    streaming: bool,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert lengths(*MODEL, *["--streaming"] * streaming) == 0
+    captured = capsys.readouterr()
+    assert re.search(r"Counting tokens.*300", captured.err)
+    assert "Counting" not in captured.out
+
+
 def test_samples_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lengths(*MODEL, "--max_rows", "50") == 0
     assert "50 rows drawn at random from 300 (messages)" in capsys.readouterr().out

@@ -17,7 +17,8 @@ from .rows import Format, count_tokens, find_format, is_conversational
 __all__ = ["Lengths", "measure"]
 
 Counts = NDArray[np.int32]
-ROWS_AT_ONCE = 1000
+# Their ids are Python integers for a moment: a hundred rows of a million tokens are 4 GB.
+ROWS_AT_ONCE = 100
 COUNTS = {"tokens": Value("int32"), "prompts": Value("int32")}
 
 

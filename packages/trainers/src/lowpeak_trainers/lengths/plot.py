@@ -59,6 +59,10 @@ def write_plot(
     figure.savefig(path, dpi=130, format="png")
 
 
+def _unit(summary: Summary) -> str:
+    return "rows" if summary.sequences_per_row == 1 else "chosen and rejected sequences"
+
+
 def _quiet(axes: Any, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=9)
     axes.spines[["top", "right"]].set_visible(False)
@@ -88,7 +92,7 @@ def _draw_distribution(
     if edges.size < 2:
         edges = np.array([least, least + 1])
     for weights, color, label, width in (
-        (np.ones(filled.size), ROWS, "share of rows", 0),
+        (np.ones(filled.size), ROWS, f"share of {_unit(summary)}", 0),
         (filled.astype(np.float64), TOKENS, "share of tokens", 1.8),
     ):
         heights = np.histogram(filled, edges, weights=weights)[0]
@@ -96,8 +100,8 @@ def _draw_distribution(
         axes.stairs(heights, edges, color=color, label=label, fill=not width, linewidth=width)
     axes.axvline(advice.max_length, color=CHOSEN, linewidth=1.6)
     _lengths_axis(axes, edges[0] / 1.05, edges[-1] * 1.05)
-    _quiet(axes, "How long the rows are")
-    axes.set_xlabel("tokens in a row", color=INK)
+    _quiet(axes, f"How long the {_unit(summary)} are")
+    axes.set_xlabel("tokens", color=INK)
     high = axes.get_ylim()[1]
     axes.set_ylim(0, 1.18 * high)
     for q in (5, 50, 95, 99):
@@ -135,7 +139,9 @@ def _draw_cuts(axes: Any, tokens: NDArray[np.int32], summary: Summary, advice: A
     fit = np.searchsorted(ordered, lengths, side="right")
     longer = ordered.size - fit
     cut = 100 * (sums[-1] - sums[fit] - longer * lengths) / sums[-1]
-    axes.plot(lengths, 100 * longer / ordered.size, color=ROWS, linewidth=2, label="rows truncated")
+    axes.plot(
+        lengths, 100 * longer / ordered.size, color=ROWS, linewidth=2, label=f"{_unit(summary)} cut"
+    )
     axes.plot(lengths, cut, color=TOKENS, linewidth=2, label="tokens cut")
     for candidate in summary.candidates:
         chosen = candidate.max_length == advice.max_length
@@ -185,7 +191,8 @@ def _draw_waste(axes: Any, summary: Summary) -> None:
         )
     axes.set_xticks(places, [f"{c.max_length:,}" for c in summary.candidates])
     axes.set_ylim(0, max(1.0, 1.3 * axes.get_ylim()[1]))
-    _quiet(axes, f"Positions without a token, in batches of {summary.batch_size} or packed rows")
+    packed = " or packed rows" if summary.sequences_per_row == 1 else ""
+    _quiet(axes, f"Positions without a token, in batches of {summary.batch_size}{packed}")
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("max_length", color=INK)
     axes.legend(loc="upper left", frameon=False, fontsize=8, labelcolor=INK, ncols=2)
