@@ -1,15 +1,37 @@
 """Errors of the offload helper, and the texts that autograd uses for the same events."""
 
+import threading
+from functools import lru_cache
+
 import torch
 
-HINT = (
-    " Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-    "with torch.autograd.set_detect_anomaly(True)."
-)
 HINT_IN_ANOMALY_MODE = (
     " Hint: the backtrace further above shows the operation that failed to compute its gradient. "
     "The variable in question was changed in there or anywhere later. Good luck!"
 )
+
+
+@lru_cache(maxsize=1)
+def hint() -> str:
+    """How torch ends the message outside of anomaly mode, cut from an error provoked for it.
+
+    Torch 2.13 says "set_detect_anomaly(True, check_nan=False)", older versions less. Autograd
+    compares versions only on threads without saved-tensor hooks, hence on one of its own.
+    """
+    found: list[str] = []
+
+    def provoke() -> None:
+        value = torch.ones(1, requires_grad=True).exp()
+        value.add_(1.0)
+        try:
+            value.backward()
+        except RuntimeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=provoke, name="lowpeak-offload-hint")
+    thread.start()
+    thread.join()
+    return found[0].rpartition("expected version 0 instead.")[2]
 
 
 class OffloadError(RuntimeError):
@@ -25,12 +47,12 @@ def mutation_error(
 ) -> RuntimeError:
     """The error that autograd raises for a saved tensor changed in place, word for word.
 
-    `origin` is ", which is output 0 of ReluBackward0," or empty. Source of the text: torch's
-    autograd/saved_variable.cpp.
+    `origin` is ", which is output 0 of ReluBackward0," or empty: the node at saving, where torch
+    names the one at the time of the error. Source of the text: torch's autograd/saved_variable.cpp.
     """
-    hint = HINT_IN_ANOMALY_MODE if torch.is_anomaly_enabled() else HINT
+    ending = HINT_IN_ANOMALY_MODE if torch.is_anomaly_enabled() else hint()
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{type_name} {list(size)}]{origin} is at version {version}; expected version "
-        f"{expected} instead.{hint}"
+        f"{expected} instead.{ending}"
     )
