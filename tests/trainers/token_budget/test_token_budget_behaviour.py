@@ -215,6 +215,33 @@ def test_peak_follows_the_budget(tmp_path, device):
     assert peaks[1] < 0.4 * peaks[0]
 
 
+def test_stock_trainers_say_that_they_have_no_budget(tmp_path, caplog):
+    class Package:
+        RewardTrainer = trl.RewardTrainer
+        RewardConfig = lowpeak_trainers.RewardConfig
+
+    with lowpeak_trainers.enabled():
+        build(Package, "Reward", tmp_path, max_tokens_per_batch=BUDGET)
+    assert "RewardTrainer ignores max_tokens_per_batch=40" in caplog.text
+
+
+def test_the_time_of_a_step_has_all_passes(tmp_path, monkeypatch):
+    """TRL takes it inside its training_step."""
+    steps, trainer_step = [], trl.GRPOTrainer.training_step
+
+    def noting(self, *args, **kwargs):
+        loss = trainer_step(self, *args, **kwargs)
+        steps.append(len(calls))
+        return loss
+
+    monkeypatch.setattr(trl.GRPOTrainer, "training_step", noting)
+    trainer = build(lowpeak_trainers, "GRPO", tmp_path, max_tokens_per_batch=BUDGET, max_steps=1)
+    calls = watch(trainer)
+    trainer.train()
+    assert steps[-1] == len(calls)
+    assert "backward" not in vars(trainer.accelerator)
+
+
 def test_compute_loss_outside_of_a_step_says_so(tmp_path):
     trainer = build(lowpeak_trainers, "DPO", tmp_path, max_tokens_per_batch=BUDGET)
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))

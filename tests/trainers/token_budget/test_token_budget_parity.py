@@ -20,9 +20,12 @@ SLOW = pytest.mark.slow
 ACCUMULATED = [
     pytest.param(method, 4, marks=() if method in ("DPO", "GRPO") else SLOW) for method in METHODS
 ]
+AT_ONCE = [
+    pytest.param(method, 1, marks=SLOW if method in ("DPO", "GRPO") else ()) for method in METHODS
+]
 
 
-@pytest.mark.parametrize(("method", "accumulation"), [(m, 1) for m in METHODS] + ACCUMULATED)
+@pytest.mark.parametrize(("method", "accumulation"), AT_ONCE + ACCUMULATED)
 def test_follows_trl(method, accumulation, tmp_path):
     options = {"gradient_accumulation_steps": accumulation, "learning_rate": 3e-4}
     trained = assert_within(assert_follows(trl, method, tmp_path, **options))
@@ -79,7 +82,8 @@ def test_adapters(method, tmp_path):
     assert_within(assert_follows(trl, method, tmp_path, model=lora))
 
 
-@pytest.mark.parametrize("method", ["GRPO", pytest.param("DPO", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["GRPO", "DPO"])
 def test_filled_rows_stay_within(method, tmp_path):
     calls = assert_follows(trl, method, tmp_path, pad_to_multiple_of=8, max_tokens_per_batch=44)
     trained = assert_within(calls, 40)

@@ -69,7 +69,9 @@ def equipped(
     def arrange() -> None:
         chosen = options()
         _arrange(trainer, layout, rows.splitter, settings(), chosen)
-        if budget is not None:
+        if budget is None:
+            _warn_of_no_budget(trainer)
+        else:
             tokens, shared = chosen.max_tokens_per_batch, chosen.share_prompts
             switch_token_budget(trainer, budget, tokens, layout.multiple, shared)
 
@@ -82,6 +84,17 @@ def equipped(
         hidden.update(concealed)
         yield
     rows.arrange()
+
+
+def _warn_of_no_budget(trainer: Any) -> None:
+    tokens = row_options_of(trainer.args).max_tokens_per_batch
+    if tokens is not None:
+        logger.warning(
+            "%s ignores max_tokens_per_batch=%d, which needs a trainer of lowpeak_trainers or a "
+            "subclass with its LowpeakMixin",
+            type(trainer).__name__,
+            tokens,
+        )
 
 
 class TrainerRows:

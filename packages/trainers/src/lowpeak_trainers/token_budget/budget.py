@@ -106,6 +106,8 @@ class TokenBudget:
         else:
             groups = padded_groups(ends, self._tokens)
             self._warn(max(ends))
+        # the last one runs once only
+        groups.sort(key=lambda group: sum(lengths[row] for row in group.rows))
         groups = as_many(groups, self._most(len(groups)))
         return groups, [max(ends[row] for row in group.rows) for group in groups]
 

@@ -110,7 +110,7 @@ def padded_groups(widths: Sequence[int], budget: int) -> list[Group]:
 
 
 def as_many(groups: list[Group], count: int) -> list[Group]:
-    """`count` groups, or more where there are more: the largest halved, then one repeated."""
+    """`count` groups, or more where there are more: the largest halved, then one repeated first."""
     groups = list(groups)
     while len(groups) < count:
         largest = max(range(len(groups)), key=lambda index: len(groups[index].rows))
@@ -119,5 +119,5 @@ def as_many(groups: list[Group], count: int) -> list[Group]:
             half = len(rows) // 2
             groups[largest : largest + 1] = [Group(rows[:half]), Group(rows[half:])]
         else:
-            groups.append(Group(rows, counts=False))
+            groups.insert(0, Group(rows, counts=False))
     return groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +94,31 @@ class TokenBudgetSteps(Trainer):
             return super().training_step(*args, **kwargs)
         self._pending = []
         try:
-            loss = super().training_step(*args, **kwargs)
-            for index, pending in enumerate(self._pending):
-                pending.backward(synchronize=index == len(self._pending) - 1)
+            with _after_backward(self.accelerator, self._finish):
+                return super().training_step(*args, **kwargs)
         finally:
             self._pending = None
-        return loss
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending or [], []
+        for index, gradients in enumerate(pending):
+            gradients.backward(synchronize=index == len(pending) - 1)
+
+
+@contextmanager
+def _after_backward(accelerator: Any, finish: Callable[[], None]) -> Iterator[None]:
+    """Call `finish` after each backward of `accelerator`: TRL measures the time of a step by it."""
+    own = vars(accelerator).get("backward")
+    backward = accelerator.backward
+
+    def backward_and_finish(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        finish()
+
+    accelerator.backward = backward_and_finish
+    try:
+        yield
+    finally:
+        del accelerator.backward
+        if own is not None:
+            accelerator.backward = own

@@ -11,7 +11,7 @@ from transformers.training_args import OptimizerNames
 
 from lowpeak.config import DISABLE_VARIABLE, disabled_techniques
 
-from ..compatibility import REWARD_MODULE
+from ..compatibility import PACKING_MODULE, REWARD_MODULE
 from ..seam import trl_modules_of
 from .budget import TokenBudget
 
@@ -60,6 +60,8 @@ def switch_token_budget(
 
 
 def _refusal(trainer: Any, share: bool) -> str | None:
+    if PACKING_MODULE in trl_modules_of(type(trainer)):
+        return "its rows can be packed beforehand. Use packing=True"
     if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "DeepSpeed allows one backward pass for each batch only. Use FSDP or DDP"
     if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
