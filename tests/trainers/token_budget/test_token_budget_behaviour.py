@@ -13,10 +13,12 @@ import trl
 from budgeted import BUDGET, METHODS, assert_follows, build, numbers, watch
 from torch import nn
 from transformers import TrainerCallback
+from watch import embedded_shapes
 
 import lowpeak_trainers
 from lowpeak.memory import track_memory
 from lowpeak_trainers.token_budget.gradients import Factor, GroupedGradients, Repeatable
+from lowpeak_trainers.token_budget.rows import check_splittable
 
 SLOW = pytest.mark.slow
 
@@ -169,6 +171,40 @@ def test_refusals(method, options, reason, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"max_tokens_per_batch=40 does not serve .*") as error:
         build(lowpeak_trainers, method, tmp_path, max_tokens_per_batch=BUDGET, **options)
     assert reason in str(error.value)
+
+
+def test_images_are_refused():
+    ids = torch.ones(3, 5, dtype=torch.long)
+    call = {"input_ids": ids, "attention_mask": ids, "use_cache": False, "margin": torch.ones(3)}
+    check_splittable({**call, "token_type_ids": ids}, (3, 5))
+    images = {"pixel_values": torch.ones(3, 3, 8, 8), "image_sizes": torch.ones(3, 2)}
+    with pytest.raises(ValueError, match="pixel_values, image_sizes of the batch have no row"):
+        check_splittable({**call, **images}, (3, 5))
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.0"):
+        check_splittable({**call, "output_router_logits": True}, (3, 5))
+
+
+def test_precomputed_reference(tmp_path):
+    """TRL precomputes inside the constructor, with evaluation's batch size."""
+    logs = []
+    for budget in (None, BUDGET):
+        reference = tiny.llama(seed=1)
+        shapes = embedded_shapes(reference)
+        trainer = methods.build(
+            lowpeak_trainers,
+            "DPO",
+            tmp_path,
+            ref_model=reference,
+            options={
+                "max_steps": 2,
+                "precompute_ref_log_probs": True,
+                "max_tokens_per_batch": budget,
+            },
+        )
+        trainer.train()
+        logs.append(trainer)
+        assert (max(rows * width for rows, width in shapes) <= BUDGET) == (budget is not None)
+    parity.assert_same_logs(*reversed(logs))
 
 
 def test_off_unless_asked_for(tmp_path, caplog):
