@@ -6,7 +6,7 @@ nothing but a scale of its rows, and no logit is read, turned and written betwee
 the target, g (1 - p_t), is one row of the weight or of its gradient. bfloat16 has the exponents of
 float32 and rounds E to 8 bits, whatever the size of z; the sums are those of the rounded E.
 
-c is a guess: the target's logit and 20. A block of the vocabulary whose largest logit lies too far
+c is a guess (`lm_head_exponential_rows`). A block of the vocabulary whose largest logit lies far
 from it keeps a unit of its own, `excess` (base 2) above the row's, and `finish_exponentials` brings
 such a row, hardly ever one, to one unit.
 """
@@ -25,8 +25,6 @@ from .triton_shim import jit, tl
 # How far, base 2, a block's largest logit may lie from c: sums and products of 2^87 stay finite,
 # and 6 binary orders below 2^-120 are normal numbers.
 HIGHEST, LOWEST = 87.0, -120.0
-# c lies this far above the target's logit, since a likely token lies above it rather than below.
-MARGIN = 20.0
 
 
 @dataclass(frozen=True)

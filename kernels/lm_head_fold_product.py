@@ -31,6 +31,7 @@ from .hopper_products import (
 )
 from .lm_head_exponentials import HIGHEST, LOWEST, Exponentials
 from .lm_head_fold import Folded, RowStatistics
+from .lm_head_merge import merge_spans_triton
 from .logit_transform import TileTransform
 from .triton_shim import jit, tl
 
@@ -259,7 +260,7 @@ def fold_product_triton(
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    _merge(parts, statistics)
+    merge_spans_triton(parts, statistics)
 
 
 def _room_for(kept: Exponentials | None) -> tuple[Any, ...]:
@@ -267,29 +268,6 @@ def _room_for(kept: Exponentials | None) -> tuple[Any, ...]:
     if kept is None:
         return (None,) * 4
     return descriptor(kept.tile, (BLOCK_N, BLOCK_V)), kept.unit, kept.excess, kept.sums
-
-
-def _merge(parts: dict[str, Tensor], statistics: RowStatistics) -> None:
-    """Add the sums of each span [spans, n] to the running ones [n]."""
-
-    def all_of(name: str) -> Tensor:
-        return torch.cat([getattr(statistics, name).unsqueeze(0), parts[name]])
-
-    maxima, sums = all_of("maximum"), all_of("sum_exp")
-    merged = maxima.amax(0)
-    shift = maxima - torch.where(merged == -float("inf"), 0.0, merged)
-    shrink = shift.exp()
-    if "centred" in parts:
-        moved = torch.where(maxima == -float("inf"), 0.0, shift) * sums
-        statistics.centred.copy_(((all_of("centred") + moved) * shrink).sum(0))
-    if "squares" in parts:
-        statistics.squares.copy_((all_of("squares") * shrink.square()).sum(0))
-    if "total" in parts:
-        statistics.total.copy_(all_of("total").sum(0))
-    if "maximum_before" in parts:
-        statistics.maximum_before.copy_(all_of("maximum_before").amax(0))
-    statistics.maximum.copy_(merged)
-    statistics.sum_exp.copy_((sums * shrink).sum(0))
 
 
 def _variant(

@@ -11,6 +11,7 @@ from test_low_rank import assert_exact as assert_low_rank_exact
 from torch import Tensor
 
 from lowpeak import LMHeadOutput
+from lowpeak.kernels.lm_head_exponential_rows import guess_units_torch, scale_exponentials_torch
 from lowpeak.kernels.lm_head_exponentials import (
     Exponentials,
     finish_exponentials_torch,
@@ -19,6 +20,7 @@ from lowpeak.kernels.lm_head_exponentials import (
 from lowpeak.kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch
 from lowpeak.kernels.lm_head_fold_product import SPAN_COLUMNS
 from lowpeak.kernels.lm_head_gradient import gradient_tile_torch
+from lowpeak.kernels.lm_head_scaled_rows import scaled_rows_torch
 from lowpeak.kernels.lm_head_weight_gradient import accumulate_halves_torch
 from lowpeak.kernels.logit_transform import TileTransform, transform_tile_torch
 from lowpeak.lm_head import chunk_gradients, chunks, exponentials, forward, tiles
@@ -64,6 +66,9 @@ def passes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[li
             monkeypatch.setattr(module, "fold_product_triton", fold_product_torch)
         monkeypatch.setattr(exponentials, "finish_exponentials_triton", finish_exponentials_torch)
         monkeypatch.setattr(exponentials, "gradient_tile_triton", gradient_tile_torch)
+        monkeypatch.setattr(exponentials, "guess_units_triton", guess_units_torch)
+        monkeypatch.setattr(exponentials, "scale_exponentials_triton", scale_exponentials_torch)
+        monkeypatch.setattr(chunk_gradients, "scaled_rows_triton", scaled_rows_torch)
         monkeypatch.setattr(chunk_gradients, "accumulate_halves_triton", accumulate_halves_torch)
     turned: list[bool] = []
     finish = exponentials.finish_exponentials_triton

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.lm_head_fold import RowStatistics
+from ..kernels.lm_head_scaled_rows import scaled_rows_triton
 from ..kernels.lm_head_weight_gradient import TargetRows, accumulate_halves_triton
 from .chunk_walk import ChunkWalk
 from .chunks import Keep
@@ -131,15 +132,15 @@ class ChunkGradients:
         self, chunk: ScaledChunk, first: int, last: int, weight: Tensor, hidden: Tensor
     ) -> None:
         """Add a chunk's gradient of logits in parts; there is none of the bias."""
-        scale, rest = chunk.scale.unsqueeze(1), chunk.rest.unsqueeze(1)
         if self._hidden is not None:
             sums = torch.empty(hidden.shape, dtype=self._dtype, device=hidden.device)
             product_into(sums, chunk.tile, weight)
-            own = weight.index_select(0, chunk.targets).to(self._dtype)
-            torch.addcmul(sums.mul_(scale), own, rest, out=self._hidden[first:last])
+            factors = (weight, chunk.targets, chunk.scale, chunk.rest)
+            scaled_rows_triton(sums, *factors, self._hidden[first:last])
         if self._weight is None:
             return
-        scaled = (hidden * scale).to(hidden.dtype)
+        scaled = torch.empty_like(hidden)
+        torch.mul(hidden, chunk.scale.unsqueeze(1), out=scaled)
         if self._lower is not None:
             bounds = (first == 0, last == self._rows)
             more = TargetRows.of(chunk.targets, chunk.rest, hidden, weight.size(0))
@@ -147,7 +148,9 @@ class ChunkGradients:
         else:
             write = add_product if first else product_into
             write(self._weight, chunk.tile.t(), scaled)
-            self._weight.index_put_((chunk.targets,), hidden * rest, accumulate=True)
+            self._weight.index_put_(
+                (chunk.targets,), hidden * chunk.rest.unsqueeze(1), accumulate=True
+            )
 
     def finish(self) -> list[Tensor]:
         """The gradients."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.hopper_products import BLOCK_V
-from ..kernels.lm_head_exponentials import MARGIN, Exponentials, finish_exponentials_triton
+from ..kernels.lm_head_exponential_rows import guess_units_triton, scale_exponentials_triton
+from ..kernels.lm_head_exponentials import Exponentials, finish_exponentials_triton
 from ..kernels.lm_head_fold import Folded, RowStatistics
 from ..kernels.lm_head_fold_product import SPAN_COLUMNS, fold_product_triton
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_triton
@@ -55,20 +56,21 @@ def exponential_gradients(
             outputs, upstream = upstream_of(part, first, last)
             alone = not of_logits and tuple(upstream) == ("log_probs",)
             others = finish_exponentials_triton(kept, wanted, part.target, not alone)
-            total = others + torch.exp(part.target - kept.unit)
             if alone:
-                rows = inputs.rows(first, last)
-                chunk = _scaled(rows, kept.tile, wanted, part, upstream["log_probs"], others, total)
-                gradients.add_scaled(chunk, first, last, weight)
+                temperature = inputs.rows(first, last).temperature
+                sides = (others, kept.unit, part.target, upstream["log_probs"])
+                factors = scale_exponentials_triton(*sides, temperature, inputs.transform)
+                gradients.add_scaled(ScaledChunk(kept.tile, wanted, *factors), first, last, weight)
                 continue
+            total = others + torch.exp(part.target - kept.unit)
             mine = own.rows(first, last)
             mine.maximum.copy_(kept.unit)
             mine.sum_exp.copy_(others)
             mine.target.copy_(part.target)
             if outputs is None:
                 outputs = finish_statistics(part, vocabulary, ())
-            sides = {"centre": kept.unit, "sum_exp": total}
-            coefficients = row_coefficients({**outputs, **sides}, upstream, vocabulary)
+            outputs = {**outputs, "centre": kept.unit, "sum_exp": total}
+            coefficients = row_coefficients(outputs, upstream, vocabulary)
             rest = coefficients.target * (others / total)
             if keep.normalizer:
                 rest.zero_()
@@ -81,11 +83,8 @@ def _room(walk: ChunkWalk, weight: Tensor, targets: Tensor, first: int, last: in
     """Room for the exponentials of rows [first, last), in units by their targets' logits."""
     inputs, vocabulary, rows = walk.inputs.rows(first, last), weight.size(0), last - first
     hidden = walk.own_hidden(first, last)
-    logits = torch.bmm(hidden.unsqueeze(1), weight.index_select(0, targets).unsqueeze(2))
-    unit = logits.flatten().float()
-    if inputs.bias is not None:
-        unit = unit + inputs.bias[targets]
-    unit = (unit * inputs.slope).nan_to_num(0.0, 0.0, 0.0) + MARGIN
+    rest = (inputs.bias, targets, inputs.temperature, inputs.transform)
+    unit = guess_units_triton(hidden, weight, *rest)
     blocks, spans = -(-vocabulary // BLOCK_V), -(-vocabulary // SPAN_COLUMNS)
     excess, sums = (torch.empty((n, rows), device=unit.device) for n in (blocks, spans))
     return Exponentials(walk.room(first, last, weight), unit, excess, sums)
@@ -115,23 +114,6 @@ def _fold(
             folded,
             exponentials=kept.part(start, end, SPAN_COLUMNS),
         )
-
-
-def _scaled(
-    inputs: HeadInputs,
-    tile: Tensor,
-    targets: Tensor,
-    sums: RowStatistics,
-    upstream: Tensor,
-    others: Tensor,
-    total: Tensor,
-) -> ScaledChunk:
-    """The gradient of upstream * log_prob: -p of the others, 1 - p of the target."""
-    slope = upstream * inputs.slope
-    rest = slope * (others / total)
-    if inputs.bias is not None:  # a masked target has no gradient
-        rest = torch.where(sums.target == -float("inf"), 0.0, rest)
-    return ScaledChunk(tile, targets, slope / -total, rest)
 
 
 def _turn(
