@@ -45,13 +45,27 @@ class Listener(Protocol):
         """A selective checkpoint keeps a tensor that cannot be packed."""
 
 
-class _ThreadState(threading.local):
-    listeners: list[Listener | None]
-    saving_inputs: bool
+class _Entry:
+    """A context, or with None the inside of a checkpoint, whose own hooks hide the context's."""
 
+    def __init__(self, listener: Listener | None) -> None:
+        self.listener = listener
+
+
+class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.listeners = []
+        self.entries: list[_Entry] = []
         self.saving_inputs = False
+
+    @contextmanager
+    def entered(self, listener: Listener | None) -> Iterator[None]:
+        """The innermost entry; left in any order, as an exception may keep a generator alive."""
+        entry = _Entry(listener)
+        self.entries.append(entry)
+        try:
+            yield
+        finally:
+            self.entries.remove(entry)
 
 
 _state = _ThreadState()
@@ -80,14 +94,13 @@ def check_torch() -> None:
 
 
 @contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
-    """Tell this thread's checkpoints about a context; None hides the outer ones."""
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell this thread's checkpoints about a context."""
     _install()
-    _state.listeners.append(listener)
     try:
-        yield
+        with _state.entered(listener):
+            yield
     finally:
-        _state.listeners.pop()
         _uninstall()
 
 
@@ -138,7 +151,7 @@ def _reentrant_function_is_saving() -> bool:
 def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
     """Torch's generator: runs up to its one yield before the forward, and to its end after it."""
     assert _original is not None
-    listener = _state.listeners[-1] if _state.listeners else None
+    listener = _state.entries[-1].listener if _state.entries else None
     in_backward = torch._C._current_graph_task_id() != -1
     if listener is None or in_backward or not torch.is_grad_enabled():
         yield from _original(*values, **kwargs)
@@ -158,7 +171,8 @@ def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
     finally:
         _state.saving_inputs = False
     try:
-        yield
+        with _state.entered(None):
+            yield
     except BaseException as error:
         region.throw(error)
         raise

@@ -115,7 +115,9 @@ class OffloadActivations:
 
     def stats(self) -> OffloadStats:
         """What was saved, moved and kept so far."""
-        return self._telemetry.stats()
+        if self._transfers is None:
+            return self._telemetry.stats([])
+        return self._transfers.stats()
 
     def reset_stats(self) -> None:
         """Begin all counters and the trace again."""

@@ -5,34 +5,6 @@ from functools import lru_cache
 
 import torch
 
-HINT_IN_ANOMALY_MODE = (
-    " Hint: the backtrace further above shows the operation that failed to compute its gradient. "
-    "The variable in question was changed in there or anywhere later. Good luck!"
-)
-
-
-@lru_cache(maxsize=1)
-def hint() -> str:
-    """How torch ends the message outside of anomaly mode, cut from an error provoked for it.
-
-    Torch 2.13 says "set_detect_anomaly(True, check_nan=False)", older versions less. Autograd
-    compares versions only on threads without saved-tensor hooks, hence on one of its own.
-    """
-    found: list[str] = []
-
-    def provoke() -> None:
-        value = torch.ones(1, requires_grad=True).exp()
-        value.add_(1.0)
-        try:
-            value.backward()
-        except RuntimeError as error:
-            found.append(str(error))
-
-    thread = threading.Thread(target=provoke, name="lowpeak-offload-hint")
-    thread.start()
-    thread.join()
-    return found[0].rpartition("expected version 0 instead.")[2]
-
 
 class OffloadError(RuntimeError):
     """A saved tensor could not be brought back; the message names it and its size."""
@@ -47,12 +19,34 @@ def mutation_error(
 ) -> RuntimeError:
     """The error that autograd raises for a saved tensor changed in place, word for word.
 
-    `origin` is ", which is output 0 of ReluBackward0," or empty: the node at saving, where torch
-    names the one at the time of the error. Source of the text: torch's autograd/saved_variable.cpp.
+    `origin` is ", which is output 0 of ReluBackward0," or empty. Source of the text: torch's
+    autograd/saved_variable.cpp.
     """
-    ending = HINT_IN_ANOMALY_MODE if torch.is_anomaly_enabled() else hint()
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{type_name} {list(size)}]{origin} is at version {version}; expected version "
-        f"{expected} instead.{ending}"
+        f"{expected} instead.{_hint(torch.is_anomaly_enabled())}"
     )
+
+
+@lru_cache(maxsize=2)
+def _hint(anomaly_enabled: bool) -> str:
+    """The hint at the end of autograd's error, which differs between versions: asked for once.
+
+    In a thread of its own, where no saved-tensor hook is installed.
+    """
+    texts: list[str] = []
+
+    def provoke() -> None:
+        changed = torch.ones((), requires_grad=True).exp()
+        changed.detach().zero_()
+        try:
+            changed.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            texts.append(str(error))
+
+    thread = threading.Thread(target=provoke)
+    thread.start()
+    thread.join()
+    (text,) = texts
+    return text[text.index(" Hint:") :]

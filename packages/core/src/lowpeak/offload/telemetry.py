@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Final
@@ -70,7 +70,7 @@ class OffloadStats:
     prefetch_refused: Amount = Amount()
     """Copies back that had to wait because the device had no memory to fetch ahead."""
     still_referenced: Amount = Amount()
-    """Copied out, but somebody else still held the device memory when it was let go."""
+    """Copied out for nothing: somebody else holds the memory, now or when backward asked."""
     snapshots: Amount = Amount()
     """Saved tensors changed in place since, whose value at saving was given back."""
     failed: Amount = Amount()
@@ -110,15 +110,19 @@ class Telemetry:
             self._host_peak = self._host_bytes
             self.trace.clear()
 
-    def stats(self) -> OffloadStats:
-        """The counters now."""
+    def stats(self, referenced: Iterable[int]) -> OffloadStats:
+        """The counters now, with the bytes of what is copied and referenced at this moment."""
         with self._lock:
             self._settle()
+            seen = list(self._amounts["still_referenced"])
+            for nbytes in referenced:
+                _add(seen, nbytes)
             amounts = {
                 entry.name: Amount(*self._amounts[entry.name])
                 for entry in fields(OffloadStats)
                 if entry.type is Amount
             }
+            amounts["still_referenced"] = Amount(*seen)
             return OffloadStats(
                 forwards=self._forwards,
                 kept=MappingProxyType({name: Amount(*pair) for name, pair in self._kept.items()}),
@@ -162,12 +166,6 @@ class Telemetry:
         with self._lock:
             self._fetched_ahead_peak = max(self._fetched_ahead_peak, nbytes)
 
-    def note_retired(self, index: int, nbytes: int, referenced: bool) -> None:
-        """A copied range's device memory was let go; `referenced`: by us alone."""
-        self.trace.end("out", index)
-        if referenced:
-            self.count("still_referenced", nbytes)
-
     def note_room(self, nbytes: int) -> None:
         """Host bytes were taken."""
         with self._lock:
@@ -207,7 +205,7 @@ def explain(stats: OffloadStats, choice: str, engine: str) -> str:
     if stats.still_referenced.count:
         sentences.append(
             f"{_amount(stats.still_referenced)} were copied but still referenced elsewhere: their "
-            "copies freed nothing at that moment."
+            "copies freed nothing."
         )
     if stats.forwarded_after_copy.count:
         sentences.append(

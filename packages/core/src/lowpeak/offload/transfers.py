@@ -21,7 +21,7 @@ from lowpeak.offload.storage import (
     layout_of,
     view_as,
 )
-from lowpeak.offload.telemetry import Telemetry
+from lowpeak.offload.telemetry import OffloadStats, Telemetry
 from lowpeak.offload.trace import nvtx_range
 from lowpeak.offload.unit import StorageRecord, Unit
 from lowpeak.offload.window import Window
@@ -73,6 +73,12 @@ class Transfers:
             generation = Generation()
             self._generations.add(generation)
             return generation
+
+    def stats(self) -> OffloadStats:
+        """The counters now."""
+        with self.lock:
+            referenced = [unit for window in self._windows.values() for unit in window.referenced()]
+            return self.telemetry.stats([unit.nbytes for unit in referenced])
 
     def synchronize(self) -> None:
         """Block until all copies have ended, and let go what they held."""
@@ -185,6 +191,9 @@ class Transfers:
             self._policy.observe(self._peaks, self.telemetry.host_bytes)
             if unit.failure is not None:
                 raise OffloadError(unit.failure)
+            if unit.is_referenced:
+                unit.reported = True
+                self.telemetry.count("still_referenced", unit.nbytes)
             data = self._on_device(unit, layout, changed=changed)
             if data is None:
                 data = self._bring_back(unit, layout, nbytes, changed=changed)
@@ -282,7 +291,8 @@ class Transfers:
     def _tell_host_memory(self, error: OffloadHostMemoryError) -> None:
         if not self._host_memory_told:
             self._host_memory_told = True
-            logger.warning("saved tensors stay on their device: %s", error)
+            # The text alone: a log that kept the error would keep its frames, and their tensors.
+            logger.warning("saved tensors stay on their device: %s", str(error))
 
     @staticmethod
     def _name(unit: Unit, event: str) -> str:

@@ -66,6 +66,7 @@ class Unit:
         "origin",
         "present",
         "record",
+        "reported",
         "room",
         "source",
         "start",
@@ -106,6 +107,7 @@ class Unit:
         self.arriving: tuple[torch.Tensor, Copy] | None = None
         self.present: tuple[StorageReference, Copy] | None = None
         self.failure: str | None = None
+        self.reported = False
         self.on_release = on_release
         if snapshot:
             self._clone()
@@ -185,31 +187,39 @@ class Unit:
         storage = reference.get()
         return None if storage is None else (storage, copy)
 
+    @property
+    def is_referenced(self) -> bool:
+        """Whether the saved memory is alive though it was copied and let go; once reported, no."""
+        let_go = self.copied_out is not None and self.source is None
+        return let_go and not self.cloned and not self.reported and self.identity.get() is not None
+
     def let_source_go(self) -> bool:
         """Drop the device memory; True if somebody else still holds it."""
-        shared = not self.cloned
         self.source = None
-        return shared and self.identity.get() is not None
+        return self.is_referenced
 
     def discard_arriving(self) -> None:
         """Give up memory that was fetched ahead, ordered after the copy that writes it."""
         if self.arriving is not None:
             target, copy = self.arriving
+            self.arriving = None
             if not self.engine.done(copy):
                 self.engine.wait(copy, target)
-            self.arriving = None
 
     def __del__(self) -> None:
         # The graph is gone. Whatever a copy still reads or writes goes back to the allocator only
         # behind that copy; the engine keeps the host room until its copies have ended.
         if sys.is_finalizing():
             return
-        if self.room is not None:
+        if self.room is None:
+            return
+        try:
             if self.source is not None and self.copied_out is not None:
                 memory = bytes_between(self.source, 0, self.source.nbytes())
                 if not self.engine.done(self.copied_out):
                     self.engine.wait(self.copied_out, memory)
             self.discard_arriving()
+        finally:
             self.engine.release(self.room)
             self.on_release(self.nbytes)
 

@@ -9,6 +9,7 @@ from lowpeak.offload.telemetry import Telemetry
 from lowpeak.offload.unit import Unit, UnitReference
 
 SMALLEST_WINDOW = 64 << 20
+REFERENCES_WATCHED = 4096
 
 
 class Window:
@@ -26,6 +27,8 @@ class Window:
         self._largest = 0
         self._leaving: deque[UnitReference] = deque()
         self._arriving: list[UnitReference] = []
+        # Let go while somebody else held the memory, which may end with the user's next statement.
+        self._referenced: deque[UnitReference] = deque(maxlen=REFERENCES_WATCHED)
 
     @property
     def limit(self) -> int:
@@ -60,7 +63,9 @@ class Window:
                     self._engine.wait(unit.copied_out, memory)
                     del memory
                 in_flight -= unit.nbytes
-                self._telemetry.note_retired(unit.index, unit.nbytes, unit.let_source_go())
+                self._telemetry.trace.end("out", unit.index)
+                if unit.let_source_go():
+                    self._referenced.append(self._leaving[0])
             self._leaving.popleft()
         self._telemetry.note_in_flight(in_flight)
 
@@ -68,6 +73,11 @@ class Window:
         """Bytes whose copy out has not been seen to end."""
         alive = (reference() for reference in self._leaving)
         return sum(unit.nbytes for unit in alive if unit is not None and unit.source is not None)
+
+    def referenced(self) -> list[Unit]:
+        """Units that were copied, and whose memory somebody holds now, not yet reported."""
+        units = [reference() for reference in self._referenced]
+        return [unit for unit in units if unit is not None and unit.is_referenced]
 
     def arriving_bytes(self) -> int:
         """Bytes fetched ahead that nobody took yet."""
