@@ -3,6 +3,7 @@
 from lowpeak.offload.context import OffloadActivations
 from lowpeak.offload.engine import CopyEngine
 from lowpeak.offload.errors import OffloadError, OffloadHostMemoryError
+from lowpeak.offload.keeping import kept_on_device
 from lowpeak.offload.policy import SavedTensor
 from lowpeak.offload.sim_engine import SimEngine
 from lowpeak.offload.telemetry import Amount, OffloadStats
@@ -16,4 +17,5 @@ __all__ = [
     "OffloadStats",
     "SavedTensor",
     "SimEngine",
+    "kept_on_device",
 ]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from lowpeak.offload.handle import KeptTensor, MovedTensor, Packed, TakenApart
+from lowpeak.offload.keeping import is_kept
 from lowpeak.offload.policy import Policy, SavedTensor
 from lowpeak.offload.prefetch import Generation
 from lowpeak.offload.storage import (
@@ -66,6 +67,7 @@ class Packer:
         if reason is None:
             return MovedTensor(tensor, version, self._transfers, generation)
         self._telemetry.keep(reason, nbytes)
+        self._transfers.poll(tensor.device)
         return KeptTensor(tensor, version)
 
     def could_move(self, tensor: torch.Tensor) -> bool:
@@ -97,6 +99,8 @@ class Packer:
             return "leaf"
         if torch._C._current_graph_task_id() != -1:
             return "in_backward"
+        if is_kept():
+            return "asked_for_first"
         if type(tensor) in PLAIN:
             reason = refusal(tensor)
             if reason is not None:

@@ -16,11 +16,14 @@ class Generation:
     let go is skipped.
     """
 
-    __slots__ = ("__weakref__", "chains", "pending", "unpacked")
+    __slots__ = ("__weakref__", "chains", "found_on_device", "made", "pending", "unpacked")
 
     def __init__(self) -> None:
         self.chains: dict[torch.device, list[UnitReference]] = defaultdict(list)
-        self.pending: deque[UnitReference] = deque()
+        # Units whose copy out was not issued, with their number in this forward.
+        self.pending: deque[tuple[int, UnitReference]] = deque()
+        self.made = 0
+        self.found_on_device: dict[int, int] = {}
         self.unpacked = False
 
     def append(self, unit: Unit, *, new: bool) -> int:
@@ -29,12 +32,14 @@ class Generation:
         reference = weakref.ref(unit)
         chain.append(reference)
         if new:
-            self.pending.append(reference)
+            unit.place = self.made
+            self.pending.append((self.made, reference))
+            self.made += 1
         return len(chain) - 1
 
     def pending_bytes(self) -> int:
         """Bytes of the units whose copies were not issued."""
-        units = (reference() for reference in self.pending)
+        units = (reference() for _, reference in self.pending)
         return sum(unit.nbytes for unit in units if unit is not None)
 
     def before(self, device: torch.device, position: int) -> Iterator[Unit]:

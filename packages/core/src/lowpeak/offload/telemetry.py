@@ -21,6 +21,7 @@ REASONS: Final = MappingProxyType(
         "subclass": "of a tensor subclass that cannot be taken apart",
         "policy": "not chosen by the policy",
         "in_backward": "saved while a backward runs, which asks for them at once",
+        "asked_for_first": "saved by what backward begins with, such as a head",
         "capture": "saved while a device graph is captured",
         "host_memory": "the host had no memory for them",
         "selective": "saved by selective checkpointing in a way that cannot be packed",

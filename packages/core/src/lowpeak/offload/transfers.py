@@ -12,6 +12,7 @@ import torch
 
 from lowpeak.offload.engine import CopyEngine
 from lowpeak.offload.errors import OffloadError, OffloadHostMemoryError
+from lowpeak.offload.margin import Margin
 from lowpeak.offload.policy import Policy
 from lowpeak.offload.prefetch import Generation
 from lowpeak.offload.storage import (
@@ -61,6 +62,8 @@ class Transfers:
         )
         self._units_made = 0
         self._host_memory_told = False
+        self._margin = Margin()
+        self._last: Generation | None = None
         self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()
 
     def begin_forward(self) -> Generation:
@@ -68,9 +71,14 @@ class Transfers:
         with self.lock:
             for older in list(self._generations):
                 older.close()
+            for window in self._windows.values():
+                window.begin_forward()
+            if self._last is not None and self._last.unpacked:
+                most = max((window.margin for window in self._windows.values()), default=0)
+                self._margin.learn(self._last, most)
             self._policy.forward_begins(self._peaks)
             self.telemetry.note_forward()
-            generation = Generation()
+            generation = self._last = Generation()
             self._generations.add(generation)
             return generation
 
@@ -85,6 +93,13 @@ class Transfers:
         self.engine.synchronize()
         with self.lock:
             for window in self._windows.values():
+                window.retire()
+
+    def poll(self, device: torch.device) -> None:
+        """Let go what may go; called for every saved tensor, as few of a forward may be moved."""
+        window = self._windows.get(device)
+        if window is not None and window.busy:
+            with self.lock:
                 window.retire()
 
     def _peaks(self) -> dict[torch.device, int]:
@@ -138,7 +153,6 @@ class Transfers:
             on_release=self.telemetry.note_room_released,
         )
         self._units_made += 1
-        self.window(unit.device).largest(unit.nbytes)
         self.telemetry.count("offloaded", unit.nbytes)
         return unit
 
@@ -149,7 +163,11 @@ class Transfers:
         if not self._policy.opens(generation.pending_bytes(), window.limit):
             return
         while len(waiting) > self._keep_last:
-            unit = waiting.popleft()()
+            place, reference = waiting[0]
+            if self._margin.keeps(place, generation.made):
+                return
+            waiting.popleft()
+            unit = reference()
             if unit is not None:
                 self._copy_out(unit)
 
@@ -194,6 +212,8 @@ class Transfers:
             if unit.is_referenced:
                 unit.reported = True
                 self.telemetry.count("still_referenced", unit.nbytes)
+            if unit.source is not None:
+                generation.found_on_device[unit.place] = unit.nbytes
             data = self._on_device(unit, layout, changed=changed)
             if data is None:
                 data = self._bring_back(unit, layout, nbytes, changed=changed)

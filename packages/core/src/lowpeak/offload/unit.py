@@ -1,5 +1,6 @@
 """One range of one storage that moves as a whole, from its first save to its last handle's end."""
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from lowpeak.offload.storage import (
     layout_of,
     view_as,
 )
+
+logger = logging.getLogger("lowpeak.offload")
 
 UnitReference = weakref.ReferenceType["Unit"]
 
@@ -64,6 +67,7 @@ class Unit:
         "nbytes",
         "on_release",
         "origin",
+        "place",
         "present",
         "record",
         "reported",
@@ -92,6 +96,8 @@ class Unit:
         self.identity = StorageReference(storage)
         self.version = version
         self.index = index
+        # Its number in the forward.
+        self.place = 0
         self.record = record
         record.add(self)
         self.layouts = {layout}
@@ -203,8 +209,7 @@ class Unit:
         if self.arriving is not None:
             target, copy = self.arriving
             self.arriving = None
-            if not self.engine.done(copy):
-                self.engine.wait(copy, target)
+            self.engine.wait(copy, target)
 
     def __del__(self) -> None:
         # The graph is gone. Whatever a copy still reads or writes goes back to the allocator only
@@ -216,12 +221,13 @@ class Unit:
         try:
             if self.source is not None and self.copied_out is not None:
                 memory = bytes_between(self.source, 0, self.source.nbytes())
-                if not self.engine.done(self.copied_out):
-                    self.engine.wait(self.copied_out, memory)
+                self.engine.wait(self.copied_out, memory)
             self.discard_arriving()
-        finally:
-            self.engine.release(self.room)
-            self.on_release(self.nbytes)
+        except Exception as error:
+            # Nobody can catch what a finaliser raises; the device is lost to others as well.
+            logger.error("the copies of saved tensor %d: %s", self.index, str(error))
+        self.engine.release(self.room)
+        self.on_release(self.nbytes)
 
 
 def aligned(layout: Layout, storage_bytes: int) -> tuple[int, int]:

@@ -15,16 +15,19 @@ REFERENCES_WATCHED = 4096
 class Window:
     """The copies out of one device that have not ended, oldest first, and their bytes.
 
-    The limit holds for each direction: `window_bytes`, or twice the largest unit seen, at least 64
-    MiB. A unit is let go when its copy ended; over the limit the current stream waits for the
-    oldest copy first, so that the peak depends on the order of calls and not on the copies' speed.
+    The limit holds for each direction: `window_bytes`, or twice the largest unit copied in this and
+    the last forward, at least 64 MiB. A unit is let go when its copy ended; over the limit the
+    current stream waits for the oldest copy first, so that the peak depends on the order of calls
+    and not on the copies' speed.
     """
 
     def __init__(self, engine: CopyEngine, window_bytes: int | None, telemetry: Telemetry) -> None:
         self._engine = engine
         self._window_bytes = window_bytes
         self._telemetry = telemetry
-        self._largest = 0
+        self._largest_ever = 0
+        self._largest_now = 0
+        self._largest_before = 0
         self._leaving: deque[UnitReference] = deque()
         self._arriving: list[UnitReference] = []
         # Let go while somebody else held the memory, which may end with the user's next statement.
@@ -37,15 +40,28 @@ class Window:
             return 0
         if self._window_bytes is not None:
             return self._window_bytes
-        return max(SMALLEST_WINDOW, 2 * self._largest)
+        return max(SMALLEST_WINDOW, 2 * max(self._largest_now, self._largest_before))
 
-    def largest(self, nbytes: int) -> None:
-        """A unit of this size was seen."""
-        self._largest = max(self._largest, nbytes)
+    @property
+    def margin(self) -> int:
+        """Bytes at the end of a forward that may stay for backward: half a window."""
+        if self._window_bytes is not None:
+            return self._window_bytes // 2
+        return max(SMALLEST_WINDOW // 2, self._largest_ever)
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies out are not known to have ended."""
+        return bool(self._leaving)
+
+    def begin_forward(self) -> None:
+        """What was copied two forwards ago no longer counts for the limit."""
+        self._largest_before, self._largest_now = self._largest_now, 0
 
     def leave(self, unit: Unit) -> None:
         """A copy out was issued: count it, and let go what may go."""
-        self.largest(unit.nbytes)
+        self._largest_now = max(self._largest_now, unit.nbytes)
+        self._largest_ever = max(self._largest_ever, unit.nbytes)
         self._leaving.append(weakref.ref(unit))
         self.retire()
 
