@@ -51,7 +51,8 @@ def test_wrapper_subclasses_move_by_their_leaves(mode: str) -> None:
         assert same(ours, plain)
     stats = context.stats()
     assert stats.subclasses.count >= 3
-    assert stats.offloaded.bytes >= 2 * 3 * BYTES
+    # The results of exp and tanh, which two operations save each.
+    assert stats.offloaded.bytes == 2 * 2 * BYTES
     assert_nothing_left(context)
 
 
