@@ -30,7 +30,9 @@ FURTHER = {
     for config in CONFIGS
     if config is not lowpeak_trainers.SFTConfig
 }
-FURTHER[lowpeak_trainers.DistillationConfig].append("shared_vocabulary")
+for config in (lowpeak_trainers.GRPOConfig, lowpeak_trainers.RLOOConfig):
+    FURTHER[config].append("activation_offloading")
+FURTHER[lowpeak_trainers.DistillationConfig] += ["activation_offloading", "shared_vocabulary"]
 PARSERS = {"trl": trl.TrlParser, "transformers": HfArgumentParser}
 OURS = [field.name for field in dataclasses.fields(lowpeak_trainers.removed_options.TrainerConfig)]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
@@ -58,6 +60,7 @@ def test_defaults_are_those_of_trl(config, tmp_path):
     # what lowpeak may decide is None, what it never does unasked is off
     assert all(getattr(ours, name) is None for name in OURS if name != "share_prompts")
     assert ours.share_prompts is False
+    assert ours.activation_offloading is False
     assert ours.gradient_checkpointing
 
 

@@ -156,16 +156,12 @@ def test_budget_must_be_positive(method, tmp_path):
 @pytest.mark.parametrize(
     ("method", "options", "reason"),
     [
-        ("DPO", {"activation_offloading": True}, "activation_offloading=False"),
         ("DPO", {"model": tiny.mixtral}, "router_aux_loss_coef=0.0"),
         ("Reward", {"share_prompts": True}, "share_prompts=False"),
         ("GRPO", {"optim": "lomo"}, "another optim"),
     ],
 )
-def test_refusals(method, options, reason, tmp_path, monkeypatch):
-    if "activation_offloading" in options:
-        module = trl.trainer.dpo_trainer
-        monkeypatch.setattr(module, "get_act_offloading_ctx_manager", lambda **kwargs: None)
+def test_refusals(method, options, reason, tmp_path):
     if "model" in options:
         options = {"model": options["model"]()}
     with pytest.raises(ValueError, match=r"max_tokens_per_batch=40 does not serve .*") as error:

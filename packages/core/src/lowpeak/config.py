@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 DISABLE_VARIABLE = "LOWPEAK_DISABLE"
-TECHNIQUES = ("head", "attention", "padding_free", "packing", "token_budget")
+TECHNIQUES = ("head", "attention", "padding_free", "packing", "token_budget", "offload")
 
 
 @dataclass

@@ -17,6 +17,7 @@ from lowpeak.pretrained import pretrained_model
 from .attention import choose_trainer_attention, reference_attention
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE
 from .fused_forward import HeadFromConfig, report_no_head, takes_adapters, why_head_is_off
+from .offloading import offloading_hidden_from_trl, switch_offloading, wants_offloading
 from .packed_scores import PackedScores
 from .padding_free import PaddingFree
 from .padding_free_switch import hidden_from_trl, switch_padding_free, why_not_packed
@@ -46,6 +47,7 @@ def equipped(
     wanted: Callable[[], RowOptions],
     given: tuple[Sequence[Any], Mapping[str, Any]],
     budget: TokenBudget | None = None,
+    offloading: bool = False,
 ) -> Iterator[None]:
     """Around `__init__` of `trainer`: heads from lowpeak, then its attention and its layout.
 
@@ -56,6 +58,7 @@ def equipped(
         wanted: likewise.
         given: the arguments of `__init__`.
         budget: that of its batches, None for a trainer that has none.
+        offloading: whether its activations are offloaded even if its config does not ask for it.
     """
     modules = trl_modules_of(type(trainer))
     hidden: dict[int, Any] = {}
@@ -80,10 +83,13 @@ def equipped(
     with (
         heads_from(installer, [name for name in modules if name in SEAMS], takes_adapters(*given)),
         hidden_from_trl(*given) as concealed,
+        offloading_hidden_from_trl(*given),
     ):
         hidden.update(concealed)
         yield
     rows.arrange()
+    if offloading or wants_offloading(trainer.args):
+        switch_offloading(trainer)
 
 
 def _warn_of_no_budget(trainer: Any) -> None:

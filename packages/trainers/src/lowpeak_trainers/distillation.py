@@ -15,10 +15,10 @@ from trl.models import prepare_deepspeed
 from trl.trainer.utils import create_model_from_path
 
 from .fused_forward import why_head_is_off
+from .offloading import OffloadingConfig
 from .padding_free import IGNORE_INDEX
 from .reference import temporarily
 from .teacher import ScoredByTeacher
-from .token_budget.config import TokenBudgetConfig
 from .token_budget.distillation import GroupedRedirection
 
 logger = logging.getLogger("lowpeak.trainers")
@@ -37,7 +37,7 @@ _MULTIMODAL = (
 
 
 @dataclass
-class DistillationConfig(TokenBudgetConfig, trl.DistillationConfig):
+class DistillationConfig(OffloadingConfig, trl.DistillationConfig):
     """Settings of `trl.DistillationConfig` and `lowpeak.MemoryConfig`, and `shared_vocabulary`."""
 
     shared_vocabulary: bool = field(

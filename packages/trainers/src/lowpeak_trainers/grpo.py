@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import trl
 
 from .mixin import LowpeakMixin
-from .token_budget.config import TokenBudgetConfig
+from .offloading import OffloadingConfig
 
 
 @dataclass
-class GRPOConfig(TokenBudgetConfig, trl.GRPOConfig):
+class GRPOConfig(OffloadingConfig, trl.GRPOConfig):
     """Settings of `trl.GRPOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

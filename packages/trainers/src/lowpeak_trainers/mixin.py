@@ -12,6 +12,7 @@ from .assembly import RowOptions, equipped, row_options_of
 from .compatibility import DISTILLATION_MODULE, REWARD_MODULE, SEAM_MODULES
 from .evaluation import TokenWeightedEvaluation
 from .expecting import ExpectsGradients
+from .offloading import OffloadsActivations
 from .padding_free import PaddingFree
 from .preparation import PreparesDatasets, preparing
 from .seam import trainers_from, trl_modules_of
@@ -21,7 +22,12 @@ from .use_cache import KeepsUseCache
 
 
 class LowpeakMixin(
-    ExpectsGradients, TokenBudgetSteps, KeepsUseCache, PreparesDatasets, TokenWeightedEvaluation
+    ExpectsGradients,
+    OffloadsActivations,
+    TokenBudgetSteps,
+    KeepsUseCache,
+    PreparesDatasets,
+    TokenWeightedEvaluation,
 ):
     """Gives the TRL trainer that follows it in the bases the memory techniques of lowpeak.
 
@@ -86,6 +92,7 @@ def enabled(
     *,
     padding_free: bool | None = None,
     share_prompts: bool = False,
+    activation_offloading: bool = False,
 ) -> Iterator[None]:
     """Let stock SFT, DPO, KTO, GRPO, RLOO and reward trainers of TRL built inside use lowpeak.
 
@@ -100,6 +107,8 @@ def enabled(
         padding_free: as in `lowpeak_trainers.SFTConfig`, for them all; the option that TRL has of
             this name stays TRL's.
         share_prompts: as there.
+        activation_offloading: as there, for them all; a config that has the option may ask for it
+            itself.
 
     Raises:
         ValueError: where a trainer is built that `padding_free=True`, `share_prompts=True` or a
@@ -115,7 +124,14 @@ def enabled(
         layout = PaddingFree()
         with (
             preparing(trainer),
-            equipped(trainer, layout, lambda: settings, lambda: options, (args, kwargs)),
+            equipped(
+                trainer,
+                layout,
+                lambda: settings,
+                lambda: options,
+                (args, kwargs),
+                offloading=activation_offloading,
+            ),
         ):
             init(*args, **kwargs)
 

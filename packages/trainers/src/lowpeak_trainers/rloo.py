@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import trl
 
 from .mixin import LowpeakMixin
-from .token_budget.config import TokenBudgetConfig
+from .offloading import OffloadingConfig
 
 
 @dataclass
-class RLOOConfig(TokenBudgetConfig, trl.RLOOConfig):
+class RLOOConfig(OffloadingConfig, trl.RLOOConfig):
     """Settings of `trl.RLOOConfig` and `lowpeak.MemoryConfig`, all of them on the command line."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowpeak.config import MemoryConfig
 from lowpeak.models import SplitCausalLM
+from lowpeak.offload import kept_on_device
 
 from .assembly import row_options_of, why_head_forbids_packing
 from .attention import choose_teacher_attention
@@ -94,17 +95,18 @@ class ScoredByTeacher(LowpeakMixin):
             targets = labels[:, 1:]
             student_hidden = _padded(student_row, student_hidden, labels.size(1))[:, :-1]
             teacher_hidden = _padded(teacher_row, teacher_hidden, labels.size(1))[:, :-1]
-        return split_divergence(
-            student,
-            student_hidden,
-            teacher,
-            teacher_hidden,
-            beta=self.beta,
-            temperature=temperature,
-            mask=targets != IGNORE_INDEX,
-            shared_vocabulary=shared_vocabulary,
-            scratch_bytes=self._memory_config().lm_head_scratch_bytes,
-        )
+        with kept_on_device():
+            return split_divergence(
+                student,
+                student_hidden,
+                teacher,
+                teacher_hidden,
+                beta=self.beta,
+                temperature=temperature,
+                mask=targets != IGNORE_INDEX,
+                shared_vocabulary=shared_vocabulary,
+                scratch_bytes=self._memory_config().lm_head_scratch_bytes,
+            )
 
     def _rows(
         self, arguments: dict[str, Any], labels: Tensor

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.lm_head import LMHeadOutput, LogitTransform, fused_lm_head
+from lowpeak.offload import kept_on_device
 
 from .expected_loss import ExpectedLoss, expected_grads, expected_loss
 from .inspection import Head, logit_transform, read_head
@@ -177,7 +178,7 @@ class FusedForward:
             autocast = torch.autocast(hidden.device.type, enabled=False)
             if head.weight.dtype != torch.float32:  # else fused_lm_head promotes, a tile at a time
                 hidden = hidden.float()
-        with autocast:
+        with autocast, kept_on_device():
             scored: LMHeadOutput
             if route.transform is None:
                 scored = route.own_head.statistics(

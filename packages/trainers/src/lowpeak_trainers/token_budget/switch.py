@@ -66,8 +66,6 @@ def _refusal(trainer: Any, share: bool) -> str | None:
         return "DeepSpeed allows one backward pass for each batch only. Use FSDP or DDP"
     if trainer.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         return "LOMO updates weights within the backward pass. Use another optim"
-    if vars(trainer.args).get("activation_offloading"):
-        return "TRL's offloading spans one forward and backward. Set activation_offloading=False"
     if vars(trainer).get("aux_loss_enabled"):
         return (
             "the load-balancing loss of its experts is one of the whole batch. Set "
