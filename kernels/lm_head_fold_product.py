@@ -181,8 +181,8 @@ SPAN_COLUMNS = BLOCK_V * _SPAN
 
 
 def partial_bytes(folded: Folded) -> int:
-    """Bytes of the partial sums of one row and SPAN_COLUMNS, and of their merging."""
-    return 4 * 4 * (2 + folded.entropy + folded.squares + folded.mean + folded.top1)
+    """Bytes of the partial sums of one row and SPAN_COLUMNS."""
+    return 4 * (2 + folded.entropy + folded.squares + folded.mean + folded.top1)
 
 
 def largest_partial_bytes() -> int:

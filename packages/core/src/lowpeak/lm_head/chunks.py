@@ -111,9 +111,10 @@ class Keep(NamedTuple):
         if triton and epilogues_serve(inputs):
             per_row += largest_partial_bytes() * -(-inputs.weight.size(0) // SPAN_COLUMNS)
             if keeps_exponentials(inputs):
-                # sums, targets' rows and, for the weight's gradient, scaled rows beside them
+                # a product, or for the weight's gradient scaled rows and the targets' rows twice
                 per_row += exponential_bytes(inputs.weight.size(0), SPAN_COLUMNS)
-                per_row += width * statistics * (2 + 3 * (self.weight is not None))
+                per_row += width * statistics
+                per_row += (width * statistics + width * compute) * (self.weight is not None)
         if scratch_bytes is not None:
             per_column += self._accumulator_bytes(inputs, triton) // inputs.weight.size(0)
         half = inputs.compute_dtype in HALF_DTYPES

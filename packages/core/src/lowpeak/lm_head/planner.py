@@ -157,8 +157,11 @@ def plan_chunk(
     left = (budget if scratch_bytes is None else scratch_bytes) - columns * cost.per_column
     most = left // (columns * cost.per_logit + cost.per_row)
     assert most > 0
-    step = _CHUNK_STEP if most >= _CHUNK_STEP else _ROW_STEP
-    return TilePlan(_even(rows, most, step), columns)
+    fine = _even(rows, most, _ROW_STEP)
+    coarse = _even(rows, most, _CHUNK_STEP) if most >= _CHUNK_STEP else fine
+    # a chunk more costs more than blocks of rows that are not full
+    fewer = -(-rows // max(fine, 1)) < -(-rows // max(coarse, 1))
+    return TilePlan(fine if fewer else coarse, columns)
 
 
 def plan_tiles(phase: str, rows: int, columns: int, cost: TileCost, scratch_bytes: int) -> TilePlan:
