@@ -158,5 +158,9 @@ def _pairs(summary: Summary, chosen: AtMaxLength) -> Advice:
         f"Pairs are not packed, and {_padding(summary, chosen)}: padding_free, on by default in "
         "lowpeak_trainers, computes none of it."
     )
-    cost = f"Memory for pairs of up to {2 * chosen.max_length:,} tokens.{_unlabelled(chosen)}"
+    longest = 2 * chosen.max_length
+    cost = (
+        f"Memory for pairs of up to {longest:,} tokens: max_tokens_per_batch={longest} keeps "
+        f"batches of several to that.{_unlabelled(chosen)}"
+    )
     return Advice(chosen.max_length, None, f"max_length={chosen.max_length}", why, cost)
