@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from offload_oracle import same, words
 from offload_simulated import (
     ENGINES,
     MODES,
+    WatchedEngine,
     assert_exact,
     assert_nothing_left,
     gradients_under,
@@ -21,6 +23,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from lowpeak.offload import OffloadActivations
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 SHAPE = (16, 16)
@@ -155,6 +159,108 @@ def test_errors_under_anomaly_detection(mode: str) -> None:
     expected = message(nullcontext())
     assert "Good luck" in expected
     assert message(simulated(mode)) == expected
+
+
+class OddLayouts(torch.autograd.Function):
+    """Saves tensors whose bytes alone do not tell their values."""
+
+    saved: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def tensors(x: Tensor) -> list[Tensor]:
+        dense = x.detach().relu()
+        half = torch.view_as_complex(dense.reshape(-1, 2))
+        return [
+            dense.to_sparse(),
+            dense.to_sparse_csr(),
+            half.conj(),
+            half.conj().imag,
+            torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+            dense.to_mkldnn(),
+            torch.nested.nested_tensor([dense[:2], dense]),
+            torch.empty(3, device="meta"),
+        ]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(*OddLayouts.tensors(x))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        OddLayouts.saved = ctx.saved_tensors
+        return gradients[0] * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # prototypes and deprecations of torch
+@every_mode
+def test_tensors_that_bytes_do_not_tell(mode: str) -> None:
+    """R7: sparse, conjugated, quantised, nested and others pass through, as the kind they are."""
+    x = torch.randn(SHAPE, requires_grad=True)
+    with simulated(mode):
+        out = OddLayouts.apply(x)
+    out.sum().backward()
+    for ours, expected in zip(OddLayouts.saved, OddLayouts.tensors(x), strict=True):
+        assert ours.layout == expected.layout
+        assert ours.is_conj() == expected.is_conj()
+        assert ours.is_neg() == expected.is_neg()
+        assert ours.dtype == expected.dtype
+        assert ours.device == expected.device
+        if expected.device.type == "meta":
+            continue
+        if expected.is_nested:
+            pairs = list(zip(ours.unbind(), expected.unbind(), strict=True))
+        elif expected.is_quantized:
+            pairs = [(ours.int_repr(), expected.int_repr())]
+        else:
+            pairs = [(ours.to_dense(), expected.to_dense())]
+        for a, b in pairs:
+            assert same(a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg())
+
+
+class NothingWhileCapturing(WatchedEngine):
+    """Copies and events must not be touched while a graph is captured: it would be spoilt."""
+
+    def done(self, copy: Any) -> bool:
+        assert not self.is_capturing
+        return super().done(copy)
+
+    def wait(self, copy: Any, memory: Tensor) -> None:
+        assert not self.is_capturing
+        super().wait(copy, memory)
+
+    def copy_out(self, source: Tensor, room: Any) -> Any:
+        assert not self.is_capturing
+        return super().copy_out(source, room)
+
+    def copy_in(self, room: Any, target: Tensor, after: Any) -> Any:
+        assert not self.is_capturing
+        return super().copy_in(room, target, after)
+
+
+@pytest.mark.parametrize("mode", ["laziest", "random"])
+def test_nothing_is_touched_while_capturing(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Copies in flight, and a graph that is dropped, do not spoil a capture between two steps."""
+    engine = NothingWhileCapturing(seed=0, mode=mode)
+    context = OffloadActivations(policy="all", min_bytes=1, keep_last=0, device_backend=engine)
+    ENGINES[context] = engine
+
+    def step(seed: int) -> Tensor:
+        x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        with context:
+            return chain(x)
+
+    plain = gradients_under(nullcontext(), lambda v: chain(v[0]), [SHAPE])
+    dropped, before = step(1), context.stats().offloaded
+    engine.is_capturing = True
+    ours = gradients_under(context, lambda v: chain(v[0]), [SHAPE], inside=True)
+    del dropped
+    engine.is_capturing = False
+    assert same(ours[0], plain[0])
+    assert context.stats().offloaded == before
+    assert context.stats().kept["capture"].count >= 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert_exact(lambda v: chain(v[0]), [SHAPE], lambda: context)
 
 
 @every_mode

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from offload_graphs import Ledger
 from offload_oracle import (
@@ -33,7 +33,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]
 
-SLOW = settings(FAST, max_examples=int(os.environ.get("LOWPEAK_GRAPHS", "4000")))
+SLOW = settings(
+    FAST,
+    max_examples=int(os.environ.get("LOWPEAK_GRAPHS", "4000")),
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)
 
 
 @dataclass(frozen=True)
