@@ -159,12 +159,11 @@ def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
     # torch.utils.checkpoint.checkpoint gives fn and all options by position.
     names = list(inspect.signature(_original).parameters)[:-2]
     options = dict(zip(names, values, strict=False))
-    call = _Call(listener, options["fn"], values[len(names) :], kwargs)
-    options["fn"] = call.recompute
+    options["fn"], args = _Call.exposed(listener, options["fn"], values[len(names) :], kwargs)
     selective = Selective(options["context_fn"])
     if options["context_fn"] is not torch_checkpoint.noop_context_fn:
         options["context_fn"] = selective.contexts
-    region = _original(*options.values(), *call.tensors_and_args)
+    region = _original(*options.values(), *args)
     _state.saving_inputs = True
     try:
         next(region)
@@ -197,44 +196,68 @@ class _Nested:
         return tree_unflatten(leaves, self._spec)
 
 
-class _Call:
-    """A checkpointed call, with the tensors out of sight put behind its positional arguments.
+class _Hiding:
+    """Collects the tensors that are out of sight, to put them behind the positional arguments."""
 
-    Arguments in which nothing is worth moving are handed on as they are, the same objects.
-    """
-
-    def __init__(
-        self,
-        listener: Listener,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def __init__(self, listener: Listener, count: int) -> None:
         self._listener = listener
-        self._extra: list[torch.Tensor] = []
-        self._count = len(args)
-        self._partial_args: tuple[Any, ...] = ()
-        self._partial_kwargs: dict[str, Any] = {}
-        self._fn = fn
-        if isinstance(fn, functools.partial):
-            self._fn = fn.func
-            self._partial_args = tuple(self._hide(value) for value in fn.args)
-            self._partial_kwargs = {key: self._hide(value) for key, value in fn.keywords.items()}
-        self._kwargs = {key: self._hide(value) for key, value in kwargs.items()}
-        nested = [value if isinstance(value, torch.Tensor) else self._hide(value) for value in args]
-        self.tensors_and_args = (*nested, *self._extra)
-        del self._extra, self._listener
+        self._count = count
+        self.tensors: list[torch.Tensor] = []
 
-    def _hide(self, value: Any) -> Any:
+    def without(self, value: Any) -> Any:
         """The value itself, or the same with large activations taken out."""
         leaves, spec = tree_flatten(value)
         places = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self._listener.could_move(leaf):
-                places[number] = self._count + len(self._extra)
-                self._extra.append(leaf)
+                places[number] = self._count + len(self.tensors)
+                self.tensors.append(leaf)
                 leaves[number] = None
         return _Nested(leaves, places, spec) if places else value
+
+    def without_each(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for every value of a dict."""
+        return {key: self.without(value) for key, value in values.items()}
+
+
+class _Call:
+    """A checkpointed call without the tensors that it is to get by position: it holds none."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        count: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._fn = fn
+        self._count = count
+        self._args = args
+        self._kwargs = kwargs
+
+    @classmethod
+    def exposed(
+        cls,
+        listener: Listener,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What recomputes, and the positional arguments to give it.
+
+        Arguments in which nothing is worth moving are handed on as they are, the same objects.
+        """
+        hiding = _Hiding(listener, len(args))
+        bound: tuple[Any, ...] = ()
+        named = hiding.without_each(kwargs)
+        if isinstance(fn, functools.partial):
+            bound = tuple(hiding.without(value) for value in fn.args)
+            named = hiding.without_each(fn.keywords) | named
+            fn = fn.func
+        given = [
+            value if isinstance(value, torch.Tensor) else hiding.without(value) for value in args
+        ]
+        return cls(fn, len(args), bound, named).recompute, (*given, *hiding.tensors)
 
     def recompute(self, *tensors_and_args: Any) -> Any:
         """Call the function as the forward did."""
@@ -242,9 +265,8 @@ class _Call:
         def filled(value: Any) -> Any:
             return value.filled(tensors_and_args) if isinstance(value, _Nested) else value
 
-        args = (*self._partial_args, *tensors_and_args[: self._count])
-        kwargs = self._partial_kwargs | self._kwargs
+        args = (*self._args, *tensors_and_args[: self._count])
         return self._fn(
             *(filled(value) for value in args),
-            **{key: filled(value) for key, value in kwargs.items()},
+            **{key: filled(value) for key, value in self._kwargs.items()},
         )

@@ -177,9 +177,11 @@ class AutoPolicy:
         }[self._mode]
 
     def _say(self, reason: str) -> None:
-        if reason != self._reason:
-            self._reason = reason
+        """Explain with the latest numbers, log where it is switched on or off."""
+        verdict = reason.partition(":")[0]
+        if verdict != self._reason.partition(":")[0]:
             logger.info("activation offload %s", reason)
+        self._reason = reason
 
 
 def make_policy(policy: PolicyName | Callable[[SavedTensor], bool]) -> Policy:
