@@ -76,7 +76,7 @@ def _gradients(
     for block, warps in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)):
         if 4 <= block // (32 * warps) <= 64:
             launch = GradientLaunch(block, warps)
-            yield str(launch), functools.partial(gradient_tile_triton, *fixed, launch)
+            yield str(launch), functools.partial(gradient_tile_triton, *fixed, launch=launch)
 
 
 def render_launches(results: Sequence[LaunchMeasurement]) -> str:

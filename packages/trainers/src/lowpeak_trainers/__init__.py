@@ -10,6 +10,7 @@ from .mixin import LowpeakMixin, enabled
 from .reward import RewardConfig, RewardTrainer
 from .rloo import RLOOConfig, RLOOTrainer
 from .sft import SFTConfig, SFTTrainer
+from .tile_metrics import TileMetrics
 
 __all__ = [
     "DPOConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "TileMetrics",
     "UnsupportedTrlError",
     "add_fused_lm_head",
     "enabled",

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-else:
-    Trainer = object  # the trainer follows in the bases of the class that mixes this in
+from .tile_evaluation import TileEvaluation
 
 
-class TokenWeightedEvaluation(Trainer):
+class TokenWeightedEvaluation(TileEvaluation):
     """Mixin: evaluate() and predict() weigh each batch by its targets where its loss is their mean.
 
     `Trainer` averages the means of the batches, so that its loss changes with the eval batch size

@@ -20,6 +20,7 @@ from lowpeak.offload import kept_on_device
 from .expected_loss import ExpectedLoss, expected_grads, expected_loss
 from .inspection import Head, logit_transform, read_head
 from .layout import BatchLayout, SeveralCalls
+from .logit_tiles import show_logits
 from .outputs import FusedCausalLMOutput, per_token, without_last
 from .self_test import Route, choose_route
 
@@ -137,7 +138,8 @@ class FusedForward:
         head.require_whole_weight()
         # A device_map can put the head on another device than the end of the backbone.
         targets = given.to(head.weight.device)
-        scored = self._score(route, head, hidden.to(head.weight.device), targets, expected)
+        hidden = hidden.to(head.weight.device)
+        scored = self._score(route, head, hidden, targets, expected, arguments)
         if shift_labels is None:
             targets, scored = targets[:, :-1], without_last(scored)
         mask = targets != IGNORE_INDEX
@@ -171,6 +173,7 @@ class FusedForward:
         hidden: Tensor,
         targets: Tensor,
         expected: ExpectedLoss | None,
+        arguments: dict[str, Any],
     ) -> LMHeadOutput:
         settings = self.settings
         autocast: Any = nullcontext()
@@ -206,6 +209,8 @@ class FusedForward:
                         expected, head, hidden, targets, settings.names, settings.scratch_bytes
                     ),
                 )
+            if not torch.is_grad_enabled():
+                show_logits(route, head, hidden, targets, arguments, settings.scratch_bytes)
         detached = {
             name: value.detach()
             for name in _DETACHED_NAMES

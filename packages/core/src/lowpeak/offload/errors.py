@@ -15,7 +15,7 @@ class OffloadHostMemoryError(OffloadError):
 
 
 def mutation_error(
-    type_name: str, size: tuple[int, ...], origin: str, version: int, expected: int
+    type_name: str, size: str, origin: str, version: int, expected: int
 ) -> RuntimeError:
     """The error that autograd raises for a saved tensor changed in place, word for word.
 
@@ -24,7 +24,7 @@ def mutation_error(
     """
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{type_name} {list(size)}]{origin} is at version {version}; expected version "
+        f"operation: [{type_name} {size}]{origin} is at version {version}; expected version "
         f"{expected} instead.{_hint(torch.is_anomaly_enabled())}"
     )
 

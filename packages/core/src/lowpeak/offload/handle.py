@@ -1,14 +1,14 @@
 """What autograd's graph holds in place of a saved tensor: all state there is about it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from lowpeak.offload.errors import mutation_error
 from lowpeak.offload.prefetch import Generation
-from lowpeak.offload.storage import Layout, version_counter, with_counter
+from lowpeak.offload.storage import Layout, is_nested, version_counter, with_counter
 from lowpeak.offload.transfers import Transfers
 from lowpeak.offload.unit import Unit
 
@@ -41,7 +41,8 @@ class Witness:
 
     def __init__(self, tensor: torch.Tensor, counter: torch.Tensor, version: int) -> None:
         self._counter = counter
-        self._size = tuple(tensor.size())
+        size = tensor._nested_tensor_size().tolist() if is_nested(tensor) else list(tensor.size())
+        self._size = str(size)
         self.version = version
         # Kept as text: the node itself holds the handle, so holding the node would be a cycle.
         node = tensor.grad_fn
@@ -121,20 +122,18 @@ class MovedTensor(Packed):
 class TakenApart(Packed):
     """A wrapper subclass by its inner tensors."""
 
-    __slots__ = ("_class", "_context", "_inner", "_names", "_size", "_stride")
+    __slots__ = ("_class", "_context", "_parts", "_size", "_stride")
 
     def __init__(
         self,
         tensor: torch.Tensor,
         hollow: torch.Tensor,
         version: int,
-        names: Sequence[str],
-        inner: Sequence[Packed],
+        parts: Mapping[str, object],
         context: object,
     ) -> None:
         self._class: Any = type(tensor)
-        self._names = names
-        self._inner = inner
+        self._parts = parts
         self._context = context
         self._size = tensor.size()
         self._stride = tensor.stride()
@@ -144,7 +143,8 @@ class TakenApart(Packed):
         """The wrapper, put together again."""
         self._witness.check()
         inner = {
-            name: packed.unpack() for name, packed in zip(self._names, self._inner, strict=True)
+            name: part.unpack() if isinstance(part, Packed) else part
+            for name, part in self._parts.items()
         }
         tensor: torch.Tensor = self._class.__tensor_unflatten__(
             inner, self._context, self._size, self._stride

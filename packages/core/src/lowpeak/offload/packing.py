@@ -139,11 +139,14 @@ class Packer:
         if hollow is None:
             return None
         inner_role = role._replace(requires_grad=tensor.requires_grad, version=None)
-        inner = [
-            self.pack(getattr(tensor, name).detach(), generation, inner_role) for name in names
-        ]
+        inner: dict[str, object] = {}
+        for name in names:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):
+                part = self.pack(part.detach(), generation, inner_role)
+            inner[name] = part
         self._telemetry.count("subclasses", tensor.numel() * tensor.element_size())
-        return TakenApart(tensor, hollow, version, names, inner, context)
+        return TakenApart(tensor, hollow, version, inner, context)
 
     def _tell_capture(self) -> None:
         if not self._capture_told:

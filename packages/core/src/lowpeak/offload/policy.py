@@ -130,13 +130,8 @@ class AutoPolicy:
         """Judge the step before, once."""
         if self._open and self._bounds:
             self._judge(peaks())
-        elif self._chosen_bytes and not self._open:
-            self._say(
-                f"off: {self._chosen_bytes} bytes of {self._title()} are fewer than copies in "
-                "flight would hold"
-                if not self._useless_bytes
-                else self._reason
-            )
+        elif not self._open:
+            self._say(self.explain())
         self._chosen_bytes = 0
         self._open = self._open and not self._useless_bytes
 
@@ -149,7 +144,12 @@ class AutoPolicy:
 
     def explain(self) -> str:
         """Mode and reason."""
-        return self._reason
+        if self._open or self._useless_bytes or not self._chosen_bytes:
+            return self._reason
+        return (
+            f"off: {self._chosen_bytes} bytes of {self._title()} are fewer than copies in flight "
+            "would hold"
+        )
 
     def _judge(self, peaks: dict[torch.device, int]) -> None:
         bounds = self._bounds

@@ -133,6 +133,11 @@ class Flattenable(Protocol):
         """Names of the inner tensors, and what else it takes to rebuild the wrapper."""
 
 
+def is_nested(tensor: torch.Tensor) -> bool:
+    """Whether it is a strided nested tensor, which has no size; jagged ones have."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
 def refusal(tensor: torch.Tensor) -> str | None:
     """Why the raw bytes of a plain tensor do not tell its value, or None."""
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -162,7 +167,10 @@ def is_held_by_leaf(tensor: torch.Tensor) -> bool:
 
 
 def wrapper_parts(tensor: torch.Tensor) -> tuple[list[str], object] | None:
-    """Names of a wrapper subclass's inner tensors, and its context; None for other tensors."""
+    """Names of what a wrapper subclass is made of, and its context; None for other tensors.
+
+    The names are those of tensors, and (torch 2.13, DTensor's mesh) of other objects.
+    """
     # As objects: to a type checker no tensor can be a wrapper, as its signatures differ.
     candidate: object = tensor
     if tensor.is_nested or not is_traceable_wrapper_subclass(candidate):
@@ -178,6 +186,8 @@ def hollow_wrapper(wrapper: torch.Tensor, names: list[str]) -> torch.Tensor | No
     hollow = wrapper.detach()
     for name in names:
         inner = getattr(wrapper, name)
+        if not isinstance(inner, torch.Tensor):
+            continue
         try:
             setattr(hollow, name, _nothing(inner.device, inner.dtype))
         except AttributeError:

@@ -24,6 +24,8 @@ REASONS: Final = MappingProxyType(
         "asked_for_first": "saved by what backward begins with, such as a head",
         "capture": "saved while a device graph is captured",
         "host_memory": "the host had no memory for them",
+        "device_memory": "the device had no memory to gather them",
+        "resized": "their storage was resized since",
         "selective": "saved by selective checkpointing in a way that cannot be packed",
     }
 )

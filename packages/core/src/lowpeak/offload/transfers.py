@@ -173,7 +173,15 @@ class Transfers:
 
     def _copy_out(self, unit: Unit) -> None:
         """Issue the copy of a unit to the host; where it has no memory the unit stays."""
-        source = unit.bytes_to_copy()
+        if not unit.is_whole:
+            # Somebody manages this memory by hand; backward finds it as it will be then.
+            self.telemetry.keep("resized", unit.nbytes)
+            return
+        try:
+            source = unit.bytes_to_copy()
+        except torch.OutOfMemoryError:
+            self.telemetry.keep("device_memory", unit.nbytes)
+            return
         try:
             room = self.engine.allocate(unit.device, unit.nbytes)
         except OffloadHostMemoryError as error:
@@ -230,6 +238,8 @@ class Transfers:
         if unit.source is not None and unit.cloned:
             return unit.view_of_clone(layout)
         if unit.source is not None and not changed:
+            if not unit.is_whole:
+                raise OffloadError(self._name(unit, "lost its memory: its storage was resized"))
             return unit.view(unit.source, layout, unit.origin)
         if changed:
             return None

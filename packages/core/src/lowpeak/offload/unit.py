@@ -149,6 +149,11 @@ class Unit:
         self.nbytes = stop - start
         return True
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the source still has all bytes; FSDP frees storages by resizing them to zero."""
+        return self.source is not None and self.source.nbytes() >= self.stop - self.origin
+
     def bytes_to_copy(self) -> torch.Tensor:
         """uint8 of what leaves the device; a view that fills less than half of it is gathered."""
         assert self.source is not None
