@@ -7,9 +7,11 @@ import torch
 from lm_head_checks import ALL_TRANSFORMS, OUTPUTS, assert_exact, make_case, upstream_for
 from torch import Tensor
 
+from lowpeak import LMHeadOutput
 from lowpeak.kernels.lm_head_fold import Folded, RowStatistics
 from lowpeak.kernels.lm_head_gradient import RowCoefficients
 from lowpeak.kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
+from lowpeak.lm_head import expectation_counts
 from lowpeak.lm_head.planner import TilePlan, override
 
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
@@ -79,3 +81,18 @@ def test_single_pass(names: tuple[str, ...], dtype: torch.dtype, device: torch.d
         assert_exact(case, OUTPUTS, upstream=upstream, **frozen)
         for options in (frozen, {"backend": "triton"}):
             assert_exact(case, OUTPUTS, upstream=upstream, expected_grads=upstream, **options)
+
+
+def test_an_answer_without_strides(device: torch.device) -> None:
+    """A function that expects the same of every row may say so by one number."""
+    case = make_case(20, 130, 20, torch.float32, device, ignored=0.0)
+    upstream = {"log_probs": torch.full((20,), 0.3, device=device)}
+
+    def expect(output: LMHeadOutput, rows: Tensor) -> dict[str, Tensor]:
+        return {"log_probs": torch.tensor(0.3, device=device).expand(rows.numel())}
+
+    with override(plan_expected=TilePlan(16, 1)):
+        assert_exact(
+            case, ("log_probs",), upstream=upstream, backend="triton", expected_grads=expect
+        )
+    assert expectation_counts()["fused_lm_head"].held == 1

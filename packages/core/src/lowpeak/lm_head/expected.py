@@ -104,7 +104,10 @@ class AskedExpectation:
             if name not in self.said:
                 self.said[name] = torch.zeros(self._total, dtype=self._dtype, device=device)
             self.said[name][first:last] = value.detach()
-        return {name: value.detach().to(self._dtype) for name, value in answer.items()}
+        # an expanded number has no element a row, which is what kernels read
+        return {
+            name: value.detach().to(self._dtype).contiguous() for name, value in answer.items()
+        }
 
     def ordered(self) -> dict[str, Tensor]:
         """What was said for all rows, in the order of DIFFERENTIABLE_NAMES."""
