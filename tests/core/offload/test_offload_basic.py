@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowpeak.offload import OffloadActivations, OffloadHostMemoryError, SavedTensor, SimEngine
+from lowpeak.offload import (
+    OffloadActivations,
+    OffloadError,
+    OffloadHostMemoryError,
+    SavedTensor,
+    SimEngine,
+)
 
 Context = torch.autograd.function.FunctionCtx
 SHAPE = (16, 16)
@@ -293,3 +299,14 @@ def test_a_copy_back_waits_for_its_own_copy_out(ignored: tuple[str, ...]) -> Non
     out = engine.copy_out(source, room)
     engine.wait(engine.copy_in(room, target, out), target)
     assert torch.equal(target, source) == (not ignored)
+
+
+def test_r16_a_backward_of_moved_tensors_is_not_captured() -> None:
+    """A replay would not run the copies back."""
+    engine = SimEngine(mode="eager")
+    context = offload(keep_last=0, device_backend=engine)
+    with context:
+        out = chain(start() * 1)
+    engine.is_capturing = True
+    with pytest.raises(OffloadError, match="asked for in the capture of a graph: capture forward"):
+        out.sum().backward()

@@ -110,7 +110,7 @@ class Transfers:
         """The window of a device."""
         window = self._windows.get(device)
         if window is None:
-            window = Window(self.engine, self._window_bytes, self.telemetry)
+            window = Window(self.engine, device, self._window_bytes, self.telemetry)
             self._windows[device] = window
         return window
 
@@ -223,14 +223,21 @@ class Transfers:
             if unit.source is not None:
                 generation.found_on_device[unit.place] = unit.nbytes
             data = self._on_device(unit, layout, changed=changed)
+            capturing = self.engine.capturing(unit.device)
             if data is None:
+                if capturing:
+                    raise OffloadError(
+                        self._name(unit, "is on the host and asked for in the capture of a graph")
+                        + ": capture forward and backward together, or without offload"
+                    )
                 data = self._bring_back(unit, layout, nbytes, changed=changed)
             else:
                 self.telemetry.count("forwarded", nbytes)
                 if unit.copied_out is not None:
                     self.telemetry.count("forwarded_after_copy", nbytes)
-            self._fetch_ahead(unit, place, generation)
-            self.window(unit.device).retire()
+            if not capturing:
+                self._fetch_ahead(unit, place, generation)
+                self.window(unit.device).retire()
             return data
 
     def _on_device(self, unit: Unit, layout: Layout, *, changed: bool) -> torch.Tensor | None:

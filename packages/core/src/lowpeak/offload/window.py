@@ -3,6 +3,8 @@
 import weakref
 from collections import deque
 
+import torch
+
 from lowpeak.offload.engine import CopyEngine
 from lowpeak.offload.storage import bytes_between
 from lowpeak.offload.telemetry import Telemetry
@@ -21,8 +23,15 @@ class Window:
     and not on the copies' speed.
     """
 
-    def __init__(self, engine: CopyEngine, window_bytes: int | None, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        engine: CopyEngine,
+        device: torch.device,
+        window_bytes: int | None,
+        telemetry: Telemetry,
+    ) -> None:
         self._engine = engine
+        self._device = device
         self._window_bytes = window_bytes
         self._telemetry = telemetry
         self._largest_ever = 0
@@ -66,7 +75,12 @@ class Window:
         self.retire()
 
     def retire(self) -> None:
-        """Let sources go, oldest first, waiting on the device only while over the limit."""
+        """Let sources go, oldest first, waiting on the device only while over the limit.
+
+        Nothing during a capture, in which asking for an event of another stream is an error.
+        """
+        if not self._leaving or self._engine.capturing(self._device):
+            return
         in_flight = self.leaving_bytes()
         while self._leaving:
             unit = self._leaving[0]()
