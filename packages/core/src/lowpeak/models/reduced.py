@@ -28,6 +28,7 @@ from .fused_forward import (
     bind_forward,
     given_only,
 )
+from .logit_tiles import watching_logits
 from .self_test import check_loss
 
 logger = logging.getLogger("lowpeak.models")
@@ -144,7 +145,8 @@ def _check_loss(model: Any, fused: FusedForward, labels: Tensor) -> None:
         return own
 
     def fused_loss(token_ids: Tensor) -> Tensor:
-        loss = fused(model, {"input_ids": token_ids}, token_ids, None, None).loss
+        with watching_logits(None):
+            loss = fused(model, {"input_ids": token_ids}, token_ids, None, None).loss
         assert loss is not None
         return loss
 
