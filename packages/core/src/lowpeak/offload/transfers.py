@@ -7,6 +7,7 @@ autograd's graph holds, and the index of storages below holds its records weakly
 import logging
 import threading
 import weakref
+from collections import deque
 
 import torch
 
@@ -24,7 +25,7 @@ from lowpeak.offload.storage import (
 )
 from lowpeak.offload.telemetry import OffloadStats, Telemetry
 from lowpeak.offload.trace import nvtx_range
-from lowpeak.offload.unit import StorageRecord, Unit
+from lowpeak.offload.unit import Remains, StorageRecord, Unit
 from lowpeak.offload.window import Window
 
 logger = logging.getLogger("lowpeak.offload")
@@ -62,6 +63,7 @@ class Transfers:
         )
         self._units_made = 0
         self._host_memory_told = False
+        self._orphans: deque[Remains] = deque()
         self._margin = Margin()
         self._last: Generation | None = None
         self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -69,6 +71,7 @@ class Transfers:
     def begin_forward(self) -> Generation:
         """A generation; what older ones fetched ahead and nobody took is given up."""
         with self.lock:
+            self._clear_orphans()
             for older in list(self._generations):
                 older.close()
             for window in self._windows.values():
@@ -90,10 +93,18 @@ class Transfers:
 
     def synchronize(self) -> None:
         """Block until all copies have ended, and let go what they held."""
+        with self.lock:
+            self._clear_orphans()
         self.engine.synchronize()
         with self.lock:
             for window in self._windows.values():
                 window.retire()
+
+    def _clear_orphans(self) -> None:
+        """Give back what was dropped during a capture."""
+        if not any(self.engine.capturing(device) for device in self._windows):
+            while self._orphans:
+                self._orphans.popleft().clear()
 
     def poll(self, device: torch.device) -> None:
         """Let go what may go; called for every saved tensor, as few of a forward may be moved."""
@@ -151,6 +162,7 @@ class Transfers:
             version=version,
             snapshot=self.snapshot,
             on_release=self.telemetry.note_room_released,
+            orphans=self._orphans,
         )
         self._units_made += 1
         self.telemetry.count("offloaded", unit.nbytes)

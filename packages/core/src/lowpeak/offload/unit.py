@@ -3,6 +3,7 @@
 import logging
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -67,6 +68,7 @@ class Unit:
         "nbytes",
         "on_release",
         "origin",
+        "orphans",
         "place",
         "present",
         "record",
@@ -89,6 +91,7 @@ class Unit:
         version: int,
         snapshot: bool,
         on_release: Callable[[int], None],
+        orphans: "deque[Remains]",
     ) -> None:
         storage = tensor.untyped_storage()
         self.engine = engine
@@ -115,6 +118,8 @@ class Unit:
         self.failure: str | None = None
         self.reported = False
         self.on_release = on_release
+        # Where to leave what cannot be given back while a graph is captured.
+        self.orphans = orphans
         if snapshot:
             self._clone()
 
@@ -211,7 +216,7 @@ class Unit:
 
     def discard_arriving(self) -> None:
         """Give up memory that was fetched ahead, ordered after the copy that writes it."""
-        if self.arriving is not None:
+        if self.arriving is not None and not self.engine.capturing(self.device):
             target, copy = self.arriving
             self.arriving = None
             self.engine.wait(copy, target)
@@ -219,20 +224,46 @@ class Unit:
     def __del__(self) -> None:
         # The graph is gone. Whatever a copy still reads or writes goes back to the allocator only
         # behind that copy; the engine keeps the host room until its copies have ended.
-        if sys.is_finalizing():
+        if self.room is None or sys.is_finalizing():
             return
-        if self.room is None:
-            return
+        remains = Remains(self.engine, self.room, self.nbytes, self.on_release)
+        if self.source is not None and self.copied_out is not None:
+            memory = bytes_between(self.source, 0, self.source.nbytes())
+            remains.held.append((self.copied_out, memory))
+        if self.arriving is not None:
+            target, copy = self.arriving
+            remains.held.append((copy, target))
+        if self.engine.capturing(self.device):
+            self.orphans.append(remains)
+        else:
+            remains.clear()
+
+
+class Remains:
+    """What a dropped unit leaves: device memory under copies, and host memory."""
+
+    __slots__ = ("_engine", "_nbytes", "_on_release", "_room", "held")
+
+    def __init__(
+        self, engine: CopyEngine, room: HostRoom, nbytes: int, on_release: Callable[[int], None]
+    ) -> None:
+        self._engine = engine
+        self._room = room
+        self._nbytes = nbytes
+        self._on_release = on_release
+        self.held: list[tuple[Copy, torch.Tensor]] = []
+
+    def clear(self) -> None:
+        """Give all of it back, the device memory behind its copies."""
         try:
-            if self.source is not None and self.copied_out is not None:
-                memory = bytes_between(self.source, 0, self.source.nbytes())
-                self.engine.wait(self.copied_out, memory)
-            self.discard_arriving()
+            for copy, memory in self.held:
+                self._engine.wait(copy, memory)
         except Exception as error:
             # Nobody can catch what a finaliser raises; the device is lost to others as well.
-            logger.error("the copies of saved tensor %d: %s", self.index, str(error))
-        self.engine.release(self.room)
-        self.on_release(self.nbytes)
+            logger.error("copies of a graph that is gone: %s", str(error))
+        self.held.clear()
+        self._engine.release(self._room)
+        self._on_release(self._nbytes)
 
 
 def aligned(layout: Layout, storage_bytes: int) -> tuple[int, int]:
