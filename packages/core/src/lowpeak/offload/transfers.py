@@ -311,20 +311,20 @@ class Transfers:
         window = self.window(unit.device)
         free = window.limit - window.arriving_bytes()
         for coming in generation.before(unit.device, place):
-            if coming.room is None or coming.source is not None or coming is unit:
-                continue
-            if coming.arriving is not None or coming.identity.get() is not None:
-                continue
-            if coming.failure is not None:
+            if not coming.is_away:
                 continue
             free -= coming.nbytes
-            if free < 0:
-                return
-            if not self._fetch(coming, window):
+            if free < 0 or not self._fetch(coming, window):
                 return
 
     def _fetch(self, unit: Unit, window: Window) -> bool:
-        if unit.brought_back() is not None:
+        """Have a unit's memory held until it is asked for; False to fetch no more."""
+        shared = None if self.snapshot else unit.brought_back()
+        if shared is not None:
+            # Another saved tensor of the unit was asked for, and is in use: no second copy.
+            storage, copy = shared
+            unit.arriving = bytes_between(storage, 0, storage.nbytes()), copy
+            window.arrive(unit)
             return True
         try:
             self._copy_in(unit)

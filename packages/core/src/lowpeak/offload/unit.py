@@ -204,6 +204,13 @@ class Unit:
         return None if storage is None else (storage, copy)
 
     @property
+    def is_away(self) -> bool:
+        """Whether it is on the host only: neither on its device nor on the way there."""
+        if self.room is None or self.failure is not None:
+            return False
+        return self.source is None and self.arriving is None and self.identity.get() is None
+
+    @property
     def is_referenced(self) -> bool:
         """Whether the saved memory is alive though it was copied and let go; once reported, no."""
         let_go = self.copied_out is not None and self.source is None
