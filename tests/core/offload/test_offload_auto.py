@@ -21,9 +21,13 @@ class MeasuredEngine(SimEngine):
     def __init__(self) -> None:
         super().__init__(mode="eager")
         self.peak = 0
+        self.allocated = 0
 
     def peak_bytes(self, device: torch.device) -> int:
         return self.peak
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        return self.allocated
 
 
 def auto(engine: SimEngine, window_bytes: int = 2 * BYTES) -> OffloadActivations:
@@ -108,3 +112,27 @@ def test_it_stays_on_where_the_peak_may_be_within() -> None:
     engine.peak = 1000 + 7 * BYTES - 1
     for _ in range(3):
         assert step(context) == 7
+
+
+def test_states_that_the_first_step_makes_count() -> None:
+    """The first forward and backward ran without the optimizer's states, the next ones do not."""
+    engine = MeasuredEngine()
+    context = auto(engine)
+    engine.peak = 1000
+    assert step(context) == 7
+    engine.peak = 1000 + 8 * BYTES
+    engine.allocated = BYTES + 1
+    assert step(context) == 7
+
+
+def test_checkpointing_may_be_switched() -> None:
+    context = auto(SimEngine(mode="eager"))
+    assert step(context, checkpointed=False) == 7
+    assert step(context, checkpointed=True) == 7
+    assert context.explain().startswith("On for checkpoint inputs")
+    # The first forward without checkpoints tells that there are none, the second acts on it.
+    step(context, checkpointed=False)
+    assert step(context, checkpointed=False) == 7
+    with torch.no_grad(), context:
+        forward(checkpointed=False)
+    assert step(context, checkpointed=False) == 7

@@ -48,6 +48,9 @@ class CopyEngine(Protocol):
     def serves(self, device: torch.device) -> bool:
         """Whether tensors of this device can be moved."""
 
+    def current_device(self) -> torch.device:
+        """The device that the calling thread works on."""
+
     def capturing(self, device: torch.device) -> bool:
         """Whether the current stream is being captured into a graph."""
 
@@ -83,6 +86,9 @@ class CopyEngine(Protocol):
 
     def peak_bytes(self, device: torch.device) -> int | None:
         """The most bytes that torch has had allocated on the device so far; None if unknown."""
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Bytes that torch has allocated on the device now; 0 if unknown."""
 
 
 class NullEngine:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -38,18 +38,27 @@ class Policy(Protocol):
     def opens(self, waiting_bytes: int, window_bytes: int) -> bool:
         """Whether copies may start, with so many bytes chosen and not copied."""
 
-    def forward_begins(self, peaks: "Peaks") -> None:
+    def forward_begins(self, memory: "Measure") -> None:
         """The context was entered."""
 
-    def observe(self, peaks: "Peaks", host_bytes: int) -> None:
+    def observe(self, memory: "Measure", host_bytes: int) -> None:
         """A tensor was saved or asked for, while `host_bytes` were away."""
 
     def explain(self) -> str:
         """What is chosen and why, in a sentence."""
 
 
-Peaks = Callable[[], dict[torch.device, int]]
-"""The most bytes so far on each device that was moved from; empty where unknown."""
+class Memory(NamedTuple):
+    """Bytes of a device that torch has allocated."""
+
+    peak: int
+    """The most so far."""
+    allocated: int
+    """Now."""
+
+
+Measure = Callable[[], dict[torch.device, Memory]]
+"""Measures each device that was moved from; empty where the engine cannot."""
 
 
 class FixedPolicy:
@@ -67,10 +76,10 @@ class FixedPolicy:
         """Always."""
         return True
 
-    def forward_begins(self, peaks: Peaks) -> None:
+    def forward_begins(self, memory: Measure) -> None:
         """Nothing to learn."""
 
-    def observe(self, peaks: Peaks, host_bytes: int) -> None:
+    def observe(self, memory: Measure, host_bytes: int) -> None:
         """Nothing to learn."""
 
     def explain(self) -> str:
@@ -94,23 +103,32 @@ class AutoPolicy:
     * the first bytes wait on their device until more of them are chosen than the window holds, as
       the copies in flight would hold as much;
     * in the first forward and backward with copies, the peak up to every saved tensor and every
-      unpack is noted together with the bytes that were away then. Their sum bounds the peak
-      without offloading; where the step's true peak (the optimizer's, say) is not below the bound,
-      the copies cannot lower it, and they stay off until a forward saves more bytes than this one.
+      unpack is noted together with the bytes that were away then. Their sum, and what the step
+      left allocated (the first step makes the optimizer's states), bound the peak without
+      offloading; where the step's true peak (the optimizer's, say) is not below the bound, the
+      copies cannot lower it, and they stay off until a forward saves more bytes than this one.
     """
 
     def __init__(self) -> None:
         self._mode: Literal["undecided", "checkpoint_inputs", "all"] = "undecided"
         self._open = False
+        self._asked = False
+        self._checkpointed = False
         self._chosen_bytes = 0
         self._useless_bytes = 0
         self._bounds: dict[torch.device, int] | None = {}
+        self._at_begin: dict[torch.device, int] = {}
         self._reason = "nothing was saved yet"
 
     def wants(self, saved: SavedTensor) -> bool:
-        """By the mode, which the first checkpoint input settles."""
+        """By the mode, which the first checkpoint input of a forward settles."""
+        self._asked = True
         if saved.is_checkpoint_input or saved.is_selective_save:
-            self._settle("checkpoint_inputs", "the forward is checkpointed")
+            self._checkpointed = True
+            if self._mode != "checkpoint_inputs":
+                self._mode = "checkpoint_inputs"
+                if self._open:
+                    self._say(f"on for {self._title()}")
         wanted = is_recomputed_from(saved) if self._mode == "checkpoint_inputs" else True
         if wanted:
             self._chosen_bytes += saved.nbytes
@@ -121,26 +139,33 @@ class AutoPolicy:
         if not self._open and waiting_bytes > max(window_bytes, self._useless_bytes):
             self._open = True
             if self._mode == "undecided":
-                self._settle("all", "no checkpoint was seen")
+                self._mode = "all"
             self._useless_bytes = 0
             self._say(f"on for {self._title()}")
         return self._open
 
-    def forward_begins(self, peaks: Peaks) -> None:
+    def forward_begins(self, memory: Measure) -> None:
         """Judge the step before, once."""
         if self._open and self._bounds:
-            self._judge(peaks())
+            self._judge(memory())
         elif not self._open:
             self._say(self.explain())
+        if self._bounds is not None:
+            measured = memory()
+            self._at_begin = {device: now.allocated for device, now in measured.items()}
+        if self._mode == "checkpoint_inputs" and self._asked and not self._checkpointed:
+            # Checkpointing was switched off.
+            self._mode, self._open = "undecided", False
+        self._asked = self._checkpointed = False
         self._chosen_bytes = 0
         self._open = self._open and not self._useless_bytes
 
-    def observe(self, peaks: Peaks, host_bytes: int) -> None:
+    def observe(self, memory: Measure, host_bytes: int) -> None:
         """Note the bound, in the first step with copies."""
         if self._bounds is None or not self._open:
             return
-        for device, peak in peaks().items():
-            self._bounds[device] = max(self._bounds.get(device, 0), peak + host_bytes)
+        for device, measured in memory().items():
+            self._bounds[device] = max(self._bounds.get(device, 0), measured.peak + host_bytes)
 
     def explain(self) -> str:
         """Mode and reason."""
@@ -151,23 +176,23 @@ class AutoPolicy:
             "would hold"
         )
 
-    def _judge(self, peaks: dict[torch.device, int]) -> None:
+    def _judge(self, memory: dict[torch.device, Memory]) -> None:
         bounds = self._bounds
         assert bounds is not None
         self._bounds = None
-        if all(bound <= peaks[device] for device, bound in bounds.items()):
+        if all(
+            device in self._at_begin
+            and bound + max(0, memory[device].allocated - self._at_begin[device])
+            <= memory[device].peak
+            for device, bound in bounds.items()
+        ):
             self._useless_bytes = self._chosen_bytes
             self._bounds = {}
-            peak = max(peaks.values())
+            peak = max(measured.peak for measured in memory.values())
             self._say(
                 f"off: the peak of {peak} bytes is outside of forward and backward, and would be "
                 f"no higher with {self._chosen_bytes} bytes of {self._title()} on the device"
             )
-
-    def _settle(self, mode: Literal["checkpoint_inputs", "all"], why: str) -> None:
-        if self._mode != mode and not (self._mode == "checkpoint_inputs" and mode == "all"):
-            self._mode = mode
-            self._why = why
 
     def _title(self) -> str:
         return {

@@ -102,6 +102,10 @@ class SimEngine:
         """CPU tensors play the device's."""
         return device.type == "cpu"
 
+    def current_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
     def capturing(self, device: torch.device) -> bool:
         """What `is_capturing` was set to."""
         return self.is_capturing
@@ -176,6 +180,10 @@ class SimEngine:
     def peak_bytes(self, device: torch.device) -> int | None:
         """Unknown."""
         return None
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Unknown."""
+        return 0
 
     def _queue(self, copy: SimCopy) -> SimCopy:
         with self._lock:

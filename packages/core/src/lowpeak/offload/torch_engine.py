@@ -58,6 +58,10 @@ class TorchEngine:
         """Tensors of the engine's device type, on any of its devices."""
         return device.type == self._type
 
+    def current_device(self) -> torch.device:
+        """The device type's current device."""
+        return torch.device(self._type, self._module.current_device())
+
     def capturing(self, device: torch.device) -> bool:
         """Whether a CUDA graph is being captured; XPU graphs are not known to torch 2.11."""
         if self._type != "cuda":
@@ -125,6 +129,10 @@ class TorchEngine:
     def peak_bytes(self, device: torch.device) -> int | None:
         """What the caching allocator's statistics say."""
         return int(self._module.max_memory_allocated(device))
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """What the caching allocator's statistics say."""
+        return int(self._module.memory_allocated(device))
 
     def _copy(
         self,

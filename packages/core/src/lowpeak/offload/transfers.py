@@ -14,7 +14,7 @@ import torch
 from lowpeak.offload.engine import CopyEngine
 from lowpeak.offload.errors import OffloadError, OffloadHostMemoryError
 from lowpeak.offload.margin import Margin
-from lowpeak.offload.policy import Policy
+from lowpeak.offload.policy import Memory, Policy
 from lowpeak.offload.prefetch import Generation
 from lowpeak.offload.storage import (
     Layout,
@@ -79,7 +79,8 @@ class Transfers:
             if self._last is not None and self._last.unpacked:
                 most = max((window.margin for window in self._windows.values()), default=0)
                 self._margin.learn(self._last, most)
-            self._policy.forward_begins(self._peaks)
+            self.window(self.engine.current_device())
+            self._policy.forward_begins(self._memory)
             self.telemetry.note_forward()
             generation = self._last = Generation()
             self._generations.add(generation)
@@ -113,9 +114,13 @@ class Transfers:
             with self.lock:
                 window.retire()
 
-    def _peaks(self) -> dict[torch.device, int]:
-        peaks = {device: self.engine.peak_bytes(device) for device in self._windows}
-        return {device: peak for device, peak in peaks.items() if peak is not None}
+    def _memory(self) -> dict[torch.device, Memory]:
+        known = {}
+        for device in self._windows:
+            peak = self.engine.peak_bytes(device)
+            if peak is not None:
+                known[device] = Memory(peak, self.engine.allocated_bytes(device))
+        return known
 
     def window(self, device: torch.device) -> Window:
         """The window of a device."""
@@ -147,7 +152,7 @@ class Transfers:
             window = self.window(tensor.device)
             self._start_copies(generation, window)
             window.retire()
-            self._policy.observe(self._peaks, self.telemetry.host_bytes)
+            self._policy.observe(self._memory, self.telemetry.host_bytes)
             return unit, layout, position
 
     def _new_unit(
@@ -226,7 +231,7 @@ class Transfers:
         nbytes = layout.unique_bytes
         with self.lock:
             generation.unpacked = True
-            self._policy.observe(self._peaks, self.telemetry.host_bytes)
+            self._policy.observe(self._memory, self.telemetry.host_bytes)
             if unit.failure is not None:
                 raise OffloadError(unit.failure)
             if unit.is_referenced:
