@@ -12,15 +12,18 @@ import torch
 from lowpeak_bench import peers, tune_lm_head
 from lowpeak_bench.lm_head import (
     FLOOR,
-    HeadShape,
     Measurement,
     differentiate,
     find_shape,
-    float32_reference,
     main,
-    make_problem,
     measure_head,
     render_results,
+)
+from lowpeak_bench.lm_head_reference import (
+    HeadShape,
+    float32_reference,
+    make_problem,
+    with_adapter,
 )
 from lowpeak_bench.plots import plot_lm_head
 
@@ -48,8 +51,9 @@ def test_reference_agrees_with_float64(problem: peers.HeadProblem) -> None:
     log_probs, (hidden, weight) = float64_gradients(problem)
     reference = float32_reference(problem, rows=32)
     torch.testing.assert_close(reference.log_probs.double(), log_probs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(reference.hidden_gradient.double(), hidden, rtol=1e-4, atol=1e-8)
-    torch.testing.assert_close(reference.weight_gradient.double(), weight, rtol=1e-4, atol=1e-8)
+    for name, gradient in (("hidden", hidden), ("weight", weight)):
+        found = reference.gradients[name].double()
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-8)
 
 
 def test_problem_has_normed_rows_and_the_asked_scale(problem: peers.HeadProblem) -> None:
@@ -78,6 +82,58 @@ def test_all_that_run_here_are_right(problem: peers.HeadProblem, head: str) -> N
         assert result.hidden_gradient_error < 1e-4
         assert (result.weight_gradient_error is None) == (head == "frozen")
         assert (result.weight_gradient_error or 0.0) < 1e-4
+
+
+def test_heads_with_an_adapter_are_right(problem: peers.HeadProblem) -> None:
+    problem = with_adapter(problem, 4)
+    assert problem.adapter is not None
+    (a, b, _), scale = problem.adapter, problem.adapter.scale
+    with torch.no_grad():
+        added = scale * problem.hidden @ a.t() @ b.t()
+        plain = problem.hidden @ problem.weight.t()
+    assert float(added.std() / plain.std()) == pytest.approx(0.5, rel=0.2)
+
+    wide = [problem.hidden, problem.weight, a, b]
+    wide = [x.detach().double().requires_grad_(x is not problem.weight) for x in wide]
+    logits = wide[0] @ (wide[1] + scale * wide[3] @ wide[2]).t()
+    wanted = torch.nn.functional.cross_entropy(logits, problem.targets)
+    gradients = torch.autograd.grad(wanted, [wide[0], wide[2], wide[3]])
+    reference = float32_reference(problem, rows=32)
+    assert list(reference.gradients) == ["hidden", "adapter_a", "adapter_b"]
+    for found, right in zip(reference.gradients.values(), gradients, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-8)
+
+    implementations = peers.peers_with_adapter()
+    implementations += peers.lowpeak_variants([None], [None], ["auto"])
+    results = measure_head(problem, implementations, BLANK, reference, repeats=1, warmup=0)
+    assert [one.failure for one in results] == [None] * 7
+    for result in results[1:]:
+        errors = [
+            result.loss_error,
+            result.log_prob_error,
+            result.hidden_gradient_error,
+            result.adapter_a_gradient_error,
+            result.adapter_b_gradient_error,
+        ]
+        assert all(error is not None and error < 1e-4 for error in errors)
+        assert result.weight_gradient_error is None
+
+
+def test_main_with_an_adapter_beside_other_heads(tmp_path, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    stream = io.StringIO()
+    arguments = ["--shapes", "300x32", "--tokens", "40", "--repeats", "1", "--warmup", "0"]
+    arguments += ["--heads", "lora", "frozen", "--lora-rank", "3", "--errors", "--only"]
+    arguments += ["PEFT", "own dtype", "lowpeak, log", "--json", str(tmp_path / "a.json")]
+    assert main([*arguments, "--device", device.type], stream) == 0
+    lines = {line.split("|")[1].strip(): line for line in stream.getvalue().splitlines()[3:]}
+    assert "dA error" in stream.getvalue()
+    assert lines["full logits, own dtype"].split("|")[2].strip() == "-"
+    assert lines["PEFT, full logits, own dtype"].split("|")[4].strip() == "-"
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["settings"]["lora_rank"] == 3
+    names = [row["implementation"] for row in document["results"] if row["head"] == "lora"]
+    peft = [f"PEFT, full logits, {dtype}" for dtype in ("own dtype", "float32")]
+    assert names == [FLOOR, *peft, "lowpeak, log-probs"]
 
 
 def test_a_failing_peer_is_shown_with_its_reason(problem: peers.HeadProblem) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowpeak_bench.lm_head import HeadShape
+from lowpeak_bench.lm_head_reference import HeadShape
 
 # name, beta of fused_divergence and of TRL's kernel
 DIVERGENCES = {"forward-kl": 0.0, "reverse-kl": 1.0, "jsd": 0.5}

@@ -11,10 +11,10 @@ import dataclasses
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ from torch import Tensor
 from lowpeak_bench import table
 from lowpeak_bench.environment import environment
 from lowpeak_bench.failures import reason
+from lowpeak_bench.lm_head_reference import (
+    HeadShape,
+    Reference,
+    float32_reference,
+    make_problem,
+    with_adapter,
+)
 from lowpeak_bench.peers import (
     Evaluate,
     Evaluation,
@@ -30,19 +37,11 @@ from lowpeak_bench.peers import (
     baselines_and_peers,
     lowpeak_variants,
     matrix_products,
+    peers_with_adapter,
 )
 from lowpeak_bench.timing import interleaved_medians, peak_bytes
 
 FLOOR = "bare matrix products"
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Vocabulary and hidden size of a model's LM head."""
-
-    name: str
-    vocabulary: int
-    hidden: int
 
 
 SHAPES = (
@@ -57,8 +56,8 @@ class Measurement:
     """One implementation on one head.
 
     peak_bytes counts above the inputs, extra_bytes above the inputs and the returned gradients.
-    Errors are against float32: |loss|, max |log p|, relative Frobenius norm of dH and dW. None
-    means not known.
+    Errors are against float32: |loss|, max |log p|, relative Frobenius norm of the gradients of
+    hidden states, weight and LoRA factors. None means not known.
     """
 
     shape: str
@@ -72,58 +71,15 @@ class Measurement:
     log_prob_error: float | None = None
     hidden_gradient_error: float | None = None
     weight_gradient_error: float | None = None
+    adapter_a_gradient_error: float | None = None
+    adapter_b_gradient_error: float | None = None
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Float32 log-probabilities [N] and gradients dH [N, H], dW [V, H] of the mean loss."""
-
-    log_probs: Tensor
-    hidden_gradient: Tensor
-    weight_gradient: Tensor
-
-
-def make_problem(
-    shape: HeadShape, tokens: int, dtype: torch.dtype, device: torch.device, weight_std: float
-) -> HeadProblem:
-    """Draw RMS-normed hidden states, normal weights and uniform targets; the weight is trained."""
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(tokens, shape.hidden, generator=generator, device=device)
-    hidden *= hidden.square().mean(-1, keepdim=True).rsqrt()
-    weight = torch.randn(shape.vocabulary, shape.hidden, generator=generator, device=device)
-    weight *= weight_std
-    targets = torch.randint(shape.vocabulary, (tokens,), generator=generator, device=device)
-    return HeadProblem(
-        hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
-    )
-
-
-@torch.no_grad()
-def float32_reference(problem: HeadProblem, rows: int = 512) -> Reference:
-    """Compute log-probabilities and gradients in float32, `rows` tokens at a time."""
-    hidden, weight = problem.hidden.float(), problem.weight.float()
-    tokens = len(hidden)
-    log_probs = hidden.new_empty(tokens)
-    hidden_gradient = torch.empty_like(hidden)
-    weight_gradient = torch.zeros_like(weight)
-    for start in range(0, tokens, rows):
-        part = slice(start, start + rows)
-        targets = problem.targets[part, None]
-        logits = (hidden[part] @ weight.t()).log_softmax(-1)
-        log_probs[part] = logits.gather(-1, targets).squeeze(-1)
-        gradient = logits.exp_()
-        gradient.scatter_add_(-1, targets, torch.full_like(targets, -1, dtype=gradient.dtype))
-        gradient /= tokens
-        hidden_gradient[part] = gradient @ weight
-        weight_gradient.addmm_(gradient.t(), hidden[part])
-    return Reference(log_probs, hidden_gradient, weight_gradient)
-
-
 def differentiate(evaluate: Evaluate, problem: HeadProblem) -> tuple[Evaluation, list[Tensor]]:
-    """Return the loss and its gradients: dH and, where the weight is trained, dW."""
+    """Return the loss and its gradients in the problem's leaves, dH first."""
     evaluation = evaluate(problem)
-    wanted = [tensor for tensor in (problem.hidden, problem.weight) if tensor.requires_grad]
+    wanted = list(problem.leaves.values())
     return evaluation, list(torch.autograd.grad(evaluation.loss, wanted))
 
 
@@ -145,7 +101,10 @@ def measure_head(
         result = dataclasses.replace(blank, implementation=implementation.name)
         try:
             evaluate = implementation.load()
-            result = _errors(result, *differentiate(evaluate, problem), reference)
+            evaluation, gradients = differentiate(evaluate, problem)
+            named = dict(zip(problem.leaves, gradients, strict=True))
+            result = _errors(result, evaluation, named, reference)
+            del evaluation, gradients, named
             result = _memory(result, evaluate, problem)
         except Exception as error:  # a peer may fail in any way; the table shows how
             failures.append(dataclasses.replace(result, failure=reason(error)))
@@ -175,7 +134,7 @@ def _memory(result: Measurement, evaluate: Evaluate, problem: HeadProblem) -> Me
     peak = peak_bytes(lambda: differentiate(evaluate, problem), problem.hidden.device)
     if peak is None:
         return result
-    leaves = [tensor for tensor in (problem.hidden, problem.weight) if tensor.requires_grad]
+    leaves = problem.leaves.values()
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in leaves)
     return dataclasses.replace(result, peak_bytes=peak, extra_bytes=peak - gradients)
 
@@ -183,7 +142,7 @@ def _memory(result: Measurement, evaluate: Evaluate, problem: HeadProblem) -> Me
 def _errors(
     result: Measurement,
     evaluation: Evaluation,
-    gradients: Sequence[Tensor],
+    gradients: Mapping[str, Tensor],
     reference: Reference | None,
 ) -> Measurement:
     if reference is None:
@@ -192,15 +151,15 @@ def _errors(
     if evaluation.log_probs is not None:
         difference = evaluation.log_probs.detach().float() - reference.log_probs
         log_prob_error = difference.abs().max().item()
-    weight_error = None
-    if len(gradients) > 1:
-        weight_error = _relative(gradients[1], reference.weight_gradient)
+    errors: dict[str, Any] = {
+        f"{name}_gradient_error": _relative(gradient, reference.gradients[name])
+        for name, gradient in gradients.items()
+    }
     return dataclasses.replace(
         result,
         loss_error=abs(evaluation.loss.item() + reference.log_probs.mean().item()),
         log_prob_error=log_prob_error,
-        hidden_gradient_error=_relative(gradients[0], reference.hidden_gradient),
-        weight_gradient_error=weight_error,
+        **errors,
     )
 
 
@@ -209,34 +168,37 @@ def _relative(gradient: Tensor, expected: Tensor) -> float:
 
 
 def run_shape(shape: HeadShape, options: argparse.Namespace) -> list[Measurement]:
-    """Measure all chosen implementations on one shape, trained and frozen as chosen."""
+    """Measure all chosen implementations on one shape and the chosen heads."""
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype)
     trained = make_problem(shape, options.tokens, dtype, device, options.weight_std)
-    reference = float32_reference(trained) if options.errors else None
-    implementations = choose(options)
+    plain = set(options.heads) - {"lora"}
+    reference = float32_reference(trained) if options.errors and plain else None
     results: list[Measurement] = []
     for head in options.heads:
-        problem = trained
+        problem, right = trained, reference
         if head == "frozen":
             problem = trained._replace(weight=trained.weight.detach())
+        elif head == "lora":
+            problem = with_adapter(trained, options.lora_rank)
+            right = float32_reference(problem) if options.errors else None
         blank = Measurement(shape.name, options.tokens, head, "")
         results += measure_head(
             problem,
-            implementations,
+            choose(options, head),
             blank,
-            reference,
+            right,
             repeats=options.repeats,
             warmup=options.warmup,
         )
     return results
 
 
-def choose(options: argparse.Namespace) -> list[HeadImplementation]:
-    """List the implementations whose name contains one of --only, or all of them."""
+def choose(options: argparse.Namespace, head: str) -> list[HeadImplementation]:
+    """List the implementations of a head whose name contains one of --only, or all of them."""
     scratch_sizes: list[int | None] = [None, *options.scratch_bytes]
     expected_sizes: list[int | None] = [None, *options.expected_bytes]
-    found = baselines_and_peers()
+    found = peers_with_adapter() if head == "lora" else baselines_and_peers()
     found += lowpeak_variants(scratch_sizes, expected_sizes, options.backends)
     if not options.only:
         return found
@@ -248,27 +210,34 @@ def render_results(results: Sequence[Measurement], heads: Sequence[str], errors:
     headers = ["implementation"]
     for head in heads:
         headers += [f"{head} ms", f"{head} MiB"]
-    if errors:
-        headers += ["log p max error", "dH error", "dW error"]
+    columns = _error_columns(heads[0]) if errors else {}
     names = list(dict.fromkeys(result.implementation for result in results))
     found = {(result.implementation, result.head): result for result in results}
     rows = []
     for name in names:
         row = [name]
         for head in heads:
-            result = found[name, head]
+            result = found.get((name, head), Measurement("", 0, head, name))
             row.append("failed" if result.failure else table.number(result.milliseconds))
             row.append(table.mebibytes(result.extra_bytes))
-        if errors:
-            first = found[name, heads[0]]
-            row.append(table.scientific(first.log_prob_error))
-            row.append(table.scientific(first.hidden_gradient_error))
-            row.append(table.scientific(first.weight_gradient_error))
+        first = dataclasses.asdict(found.get((name, heads[0]), Measurement("", 0, "", name)))
+        row += [table.scientific(first[field]) for field in columns.values()]
         rows.append(row)
+    headers += columns
     # A peer mostly fails on both heads alike: say it once.
     failed = [(result.implementation, result.failure) for result in results if result.failure]
     notes = "".join(f"- {name}: {failure}\n" for name, failure in dict.fromkeys(failed))
     return table.render(headers, rows) + ("\n" + notes if notes else "")
+
+
+def _error_columns(head: str) -> dict[str, str]:
+    """Fields of the errors that are shown of a head, by their headings."""
+    columns = {"log p max error": "log_prob_error", "dH error": "hidden_gradient_error"}
+    if head == "lora":
+        columns |= {"dA error": "adapter_a_gradient_error", "dB error": "adapter_b_gradient_error"}
+    else:
+        columns["dW error"] = "weight_gradient_error"
+    return columns
 
 
 def parser() -> argparse.ArgumentParser:
@@ -278,7 +247,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shapes", nargs="+", default=[shape.name for shape in SHAPES], metavar="NAME|VxH")
     add("--tokens", type=int, default=8192)
-    add("--heads", nargs="+", choices=("trained", "frozen"), default=["trained", "frozen"])
+    add("--heads", nargs="+", choices=("trained", "frozen", "lora"), default=["trained", "frozen"])
+    add("--lora-rank", type=int, default=16, help="of the adapter on the frozen head of 'lora'")
     add("--only", nargs="+", default=[], help="parts of the names of what to run; default all")
     add("--scratch-bytes", nargs="+", type=table.parse_bytes, default=[], help="more lowpeak rows")
     add(
@@ -337,7 +307,7 @@ def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) ->
 
 
 def _write_json(options: argparse.Namespace, results: Sequence[Measurement]) -> None:
-    kept = ("tokens", "weight_std", "dtype", "device", "repeats", "warmup")
+    kept = ("tokens", "weight_std", "dtype", "device", "repeats", "warmup", "lora_rank")
     document = {
         "benchmark": "lm_head",
         "environment": environment(),

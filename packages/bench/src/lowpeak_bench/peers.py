@@ -14,12 +14,34 @@ import torch
 from torch import Tensor
 
 
+class Adapter(NamedTuple):
+    """LoRA on a head: scale * b @ a is added to its weight; a [r, H], b [V, r]."""
+
+    a: Tensor
+    b: Tensor
+    alpha: int
+
+    @property
+    def scale(self) -> float:
+        """alpha / r."""
+        return self.alpha / len(self.a)
+
+
 class HeadProblem(NamedTuple):
     """One LM head to differentiate: hidden [N, H], weight [V, H], targets [N] int64."""
 
     hidden: Tensor
     weight: Tensor
     targets: Tensor
+    adapter: Adapter | None = None
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What gradients are wanted of, by name."""
+        found = {"hidden": self.hidden, "weight": self.weight}
+        if self.adapter is not None:
+            found |= {"adapter_a": self.adapter.a, "adapter_b": self.adapter.b}
+        return {name: tensor for name, tensor in found.items() if tensor.requires_grad}
 
 
 class Evaluation(NamedTuple):
@@ -62,12 +84,63 @@ def full_logits(dtype: torch.dtype | None) -> Evaluate:
 
 
 def matrix_products(problem: HeadProblem) -> None:
-    """Run only the products that no implementation can avoid: logits, dH and, if trained, dW."""
+    """Run only the products that no implementation can avoid: logits, dH and, if trained, dW.
+
+    Of an adapter: the same with its factors.
+    """
     with torch.no_grad():
         logits = problem.hidden @ problem.weight.t()
-        torch.mm(logits, problem.weight)
+        hidden_gradient = torch.mm(logits, problem.weight)
         if problem.weight.requires_grad:
             torch.mm(logits.t(), problem.hidden)
+        if problem.adapter is not None:
+            a, b, _ = problem.adapter
+            features = problem.hidden @ a.t()
+            logits.addmm_(features, b.t())
+            of_features = logits @ b
+            hidden_gradient.addmm_(of_features, a)
+            torch.mm(of_features.t(), problem.hidden)
+            torch.mm(logits.t(), features)
+
+
+@functools.cache
+def _peft_layer(vocabulary: int, width: int, rank: int, alpha: int, dtype: torch.dtype) -> Any:
+    """A head with an adapter and no storage: its parameters are given in the call."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = torch.nn.Module()
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=["head"], init_lora_weights=False)
+    with torch.device("meta"):
+        model.head = torch.nn.Linear(width, vocabulary, bias=False, dtype=dtype)
+        return inject_adapter_in_model(config, model).head
+
+
+def load_peft(dtype: torch.dtype | None) -> Evaluate:
+    """Return PEFT's LoRA layer, whose logits are all materialised; log_softmax in `dtype`.
+
+    Both factors are in the dtype of the weight. None is the logits' own dtype.
+    """
+    import peft  # noqa: F401  # where it is missing, this is the place to fail
+
+    def evaluate(problem: HeadProblem) -> Evaluation:
+        assert problem.adapter is not None
+        a, b, alpha = problem.adapter
+        layer = _peft_layer(*problem.weight.shape, len(a), alpha, problem.weight.dtype)
+        parameters = {
+            "base_layer.weight": problem.weight,
+            "lora_A.default.weight": a,
+            "lora_B.default.weight": b,
+        }
+        log_probs = (
+            torch.func.functional_call(layer, parameters, (problem.hidden,))
+            .to(problem.hidden.dtype if dtype is None else dtype)
+            .log_softmax(-1)
+            .gather(-1, problem.targets[:, None])
+            .squeeze(-1)
+        )
+        return Evaluation(-log_probs.float().mean(), log_probs)
+
+    return evaluate
 
 
 def load_trl(outputs: Sequence[str]) -> Evaluate:
@@ -130,10 +203,10 @@ def load_lowpeak(
 
     `expected`: it is told the gradient of the mean loss beforehand.
     """
-    from lowpeak import fused_lm_head
+    from lowpeak import LowRank, fused_lm_head
 
     def evaluate(problem: HeadProblem) -> Evaluation:
-        tokens = problem.targets.numel()
+        tokens, adapter = problem.targets.numel(), problem.adapter
         expected_grads = None
         if expected:
             gradient = torch.full((tokens,), -1 / tokens, device=problem.targets.device)
@@ -145,6 +218,7 @@ def load_lowpeak(
             outputs=tuple(outputs),
             scratch_bytes=scratch_bytes,
             backend=backend,
+            low_rank=None if adapter is None else LowRank(adapter.a, adapter.b, adapter.scale),
             expected_grads=expected_grads,
         ).log_probs
         assert log_probs is not None
@@ -164,6 +238,15 @@ def baselines_and_peers() -> list[HeadImplementation]:
         HeadImplementation("Liger fused linear CE", load_liger),
         HeadImplementation("Apple CCE, exact", lambda: load_cce(filter_eps=None)),
         HeadImplementation("Apple CCE, filtered", load_cce),
+    ]
+
+
+def peers_with_adapter() -> list[HeadImplementation]:
+    """List what lowpeak is measured beside where the head has an adapter: TRL's, Liger's and
+    CCE's heads take none."""
+    return [
+        HeadImplementation("PEFT, full logits, own dtype", lambda: load_peft(None)),
+        HeadImplementation("PEFT, full logits, float32", lambda: load_peft(torch.float32)),
     ]
 
 

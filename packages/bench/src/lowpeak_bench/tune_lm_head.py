@@ -24,7 +24,8 @@ from lowpeak_bench import table
 from lowpeak_bench.environment import environment
 from lowpeak_bench.failures import reason
 from lowpeak_bench.launches import KERNELS, render_launches, sweep_launches
-from lowpeak_bench.lm_head import SHAPES, differentiate, find_shape, make_problem
+from lowpeak_bench.lm_head import SHAPES, differentiate, find_shape
+from lowpeak_bench.lm_head_reference import make_problem
 from lowpeak_bench.peers import Evaluate, HeadProblem, load_lowpeak
 from lowpeak_bench.timing import interleaved_medians, peak_bytes
 
