@@ -208,8 +208,8 @@ SWITCHES = {
     "attention": ("attention", "off", {"attention", "padding_free"}),
     "padding_free": ("padding_free", False, {"padding_free"}),
 }
-# Of the dataset or of what one batch is, and off unless asked for: `packing` is TRL's own option.
-UNASKED_OFF = {"packing", "token_budget"}
+# Off unless asked for; `packing` and the budget change what a batch is.
+UNASKED_OFF = {"offload", "packing", "token_budget"}
 ALONE_AND_ALL = [*([name] for name in SWITCHES), list(SWITCHES)]
 
 
