@@ -7,7 +7,7 @@ of raising; strides, offsets, dtypes and sizes of what autograd saves vary insid
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Leaves:
     table: nn.Parameter
     buffer: Tensor
     indices: Tensor
+    unused: list[Tensor] = field(default_factory=list)
+    """Results that stay alive, and their graphs with them, and that no loss depends on."""
 
     def all(self) -> list[Tensor]:
         return [*self.inputs, self.weight, self.fused, self.bias, self.scale, self.table]
@@ -143,6 +145,13 @@ def _edit_unsaved(x: Tensor, y: Tensor, _leaves: Leaves, argument: int) -> Tenso
     return z
 
 
+def _edit_between(x: Tensor, y: Tensor, leaves: Leaves, argument: int) -> Tensor:
+    z = x * y
+    leaves.unused.append(z.sin() if argument & 1 else z[1:].exp())
+    (z[:2] if argument & 2 else z).add_(0.5)
+    return z.cos() * z
+
+
 def _edit_saved(x: Tensor, y: Tensor, _leaves: Leaves, argument: int) -> Tensor:
     z = (x * y).tanh()
     used = z.sin() if argument & 1 else z
@@ -214,6 +223,7 @@ OPERATIONS: dict[str, Operation] = {
     "complex": _complex,
     "scalars": _scalars,
     "edit_unsaved": _edit_unsaved,
+    "edit_between": _edit_between,
     "without_gradient": _without_gradient,
     "saves_everything": lambda x, y, _leaves, n: SavesEverything.apply(x, y, 0.5 + n),
     "saves_other_dtypes": lambda x, _y, _leaves, _n: SavesOtherDtypes.apply(x),

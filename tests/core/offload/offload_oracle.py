@@ -225,14 +225,20 @@ def play_plain(scenario: Scenario) -> list[Event]:
 
 
 class _Handle:
-    """What hooks that do nothing put into the graph."""
+    """What hooks that only compare versions put into the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError("modified")
+        return self.tensor
 
 
 class _InertHooks:
-    """Saved-tensor hooks that hand through; may be entered again, as the helper may."""
+    """Saved-tensor hooks that move nothing; may be entered again, as the helper may."""
 
     def __init__(self) -> None:
         self.handles: WeakSet[_Handle] = WeakSet()
@@ -244,7 +250,7 @@ class _InertHooks:
         return handle
 
     def __enter__(self) -> None:
-        hooks = saved_tensors_hooks(self._pack, lambda handle: handle.tensor)
+        hooks = saved_tensors_hooks(self._pack, _Handle.unpack)
         hooks.__enter__()
         self._entered.__dict__.setdefault("stack", []).append(hooks)
 
@@ -253,7 +259,7 @@ class _InertHooks:
 
 
 def torch_leaves_alive(scenario: Scenario) -> bool:
-    """Whether torch itself keeps the graph, with hooks that do nothing.
+    """Whether torch itself keeps the graph, with hooks that move nothing.
 
     It does after some errors of checkpoints, by cycles through C++, until a later backward.
     """

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
-from offload_simulated import ENGINES, MODES, assert_exact, assert_nothing_left, simulated
+from offload_simulated import (
+    ENGINES,
+    MODES,
+    WatchedEngine,
+    assert_exact,
+    assert_nothing_left,
+    simulated,
+)
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+
+from lowpeak.offload import OffloadActivations
+from lowpeak.offload.engine import Copy
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 SHAPE = (16, 16)
@@ -232,6 +243,71 @@ def test_r39_prefetched_bytes_are_bounded(mode: str) -> None:
 
     assert_exact(forward, [SHAPE], lambda: context)
     assert max(peaks) <= (2 + 2 + 1) * BYTES
+
+
+@every_mode
+def test_r39_a_retained_graph_holds_no_device_memory(mode: str) -> None:
+    """Restored tensors go after each backward, though the graph may be asked again."""
+    context = simulated(mode)
+    x = torch.randn(SHAPE, requires_grad=True)
+    with context:
+        out = chain(x, 8, [])
+    context.synchronize()
+    gradients = []
+    for _ in range(3):
+        gradients += torch.autograd.grad(out.sum(), [x], retain_graph=True)
+        # All but the last of the chain's tensors were on the host when it began.
+        assert ENGINES[context].held() == 0
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+@every_mode
+def test_r39_what_was_fetched_for_nothing_goes_with_the_next_forward(mode: str) -> None:
+    """A backward that stops half way leaves its prefetched tensors no longer than that."""
+    context = simulated(mode)
+    x = torch.randn(SHAPE, requires_grad=True)
+    kept: list[StorageWeakRef] = []
+    with context:
+        middle = chain(x, 4, kept)
+        out = chain(middle, 4, [])
+    context.synchronize()
+    torch.autograd.grad(out.sum(), [middle], retain_graph=True)
+    assert context.stats().fetched_ahead_peak_bytes >= 3 * BYTES
+    with context:
+        # `middle` and `out`, which the test holds, were copied from.
+        assert ENGINES[context].held() <= 2
+    expected = torch.autograd.grad(out.sum(), [x], retain_graph=True)
+    again = torch.autograd.grad(out.sum(), [x])
+    assert torch.equal(expected[0], again[0])
+
+
+def test_r39_each_taker_waits_on_its_own_stream() -> None:
+    """A restored tensor that two nodes share may be asked for on two streams: both wait."""
+    waits: list[tuple[int, int]] = []
+
+    class Noting(WatchedEngine):
+        def wait(self, copy: Copy, memory: Tensor) -> None:
+            waits.append((threading.get_ident(), id(copy)))
+            super().wait(copy, memory)
+
+    engine = Noting(mode="laziest")
+    context = OffloadActivations(policy="all", min_bytes=1, keep_last=0, device_backend=engine)
+    x = torch.randn(SHAPE, requires_grad=True)
+    with context:
+        y = x * 2
+        first, second = y.sin(), y.cos()
+    del y
+    context.synchronize()
+    held = first.grad_fn._saved_self  # type: ignore[union-attr]
+    taken: list[Tensor] = []
+    thread = threading.Thread(target=lambda: taken.append(second.grad_fn._saved_self))  # type: ignore[union-attr]
+    thread.start()
+    thread.join()
+    assert torch.equal(held, taken[0])
+    assert engine.copies_in == 1
+    assert {copy for _, copy in waits} == {waits[0][1]}
+    assert [ident for ident, _ in waits] == [threading.get_ident(), thread.ident]
 
 
 class Experts(nn.Module):

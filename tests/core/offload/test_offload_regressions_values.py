@@ -275,6 +275,27 @@ def test_r37_two_contexts_before_one_backward(mode: str, newest_first: bool) -> 
             assert same(ours, expected)
 
 
+@every_mode
+def test_r08_versions_of_one_storage_are_told_apart(mode: str) -> None:
+    """Saved, edited and saved again: the second is not the first, though the storage is."""
+    unused: list[Tensor] = []
+
+    def forward(leaves: list[Tensor]) -> Tensor:
+        y = leaves[0] * 2
+        unused.append(y.sin())
+        y.add_(1.0)
+        out = y.cos()
+        y[4:].mul_(2.0)
+        # Both savings of y but the last are void: the loss does not depend on them.
+        unused.append(out)
+        return y.exp()
+
+    plain = gradients_under(nullcontext(), forward, [(16, 16)])
+    for _ in range(2):
+        ours = gradients_under(simulated(mode), forward, [(16, 16)])
+        assert same(ours[0], plain[0])
+
+
 def edit_input(x: Tensor) -> Tensor:
     y = x * 2
     out = y.sin()
