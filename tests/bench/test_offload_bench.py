@@ -53,6 +53,7 @@ def test_rows_move_what_they_say(tmp_path: Path) -> None:
         # the input of the last layer stays, as backward begins with it
         assert found[True, policy]["bytes_out"] == (LAYERS - 1) * INPUT_BYTES
         assert found[True, policy]["bytes_back"] == (LAYERS - 1) * INPUT_BYTES
+        assert found[True, policy]["host_bytes"] == (LAYERS - 1) * INPUT_BYTES
     assert found[True, LAST]["bytes_out"] > (LAYERS - 1) * INPUT_BYTES
     for checkpointing in (True, False):
         assert found[checkpointing, BASELINE]["bytes_out"] == 0

@@ -58,8 +58,9 @@ class OffloadResult:
     seconds is the median of step_seconds, forward and backward; overhead is what it is above that
     of "none", as a part of it. peak_bytes is the most that the allocator gave out in a timed step:
     weights, gradients and the sequence are in it. pinned_bytes is the most page-locked host memory
-    in use, as torch's allocator rounds it. Of the last step: bytes_out, bytes_back and the part of
-    the latter that was ready_in_time. gradient_norm is that of the first step.
+    in use, as torch's allocator rounds it, and host_bytes what lowpeak asked it for. Of the last
+    step: bytes_out, bytes_back and the part of the latter that was ready_in_time. gradient_norm is
+    that of the first step.
     """
 
     tokens: int
@@ -72,6 +73,7 @@ class OffloadResult:
     bytes_out: int | None = None
     bytes_back: int | None = None
     ready_in_time: float | None = None
+    host_bytes: int | None = None
     pinned_bytes: int | None = None
     gradient_norm: float | None = None
     explanation: str | None = None
@@ -193,7 +195,9 @@ class Row:
         self._moved = self._helper.moved()
         if bench.device.type == "cuda":
             self._peaks.append(torch.cuda.max_memory_allocated(bench.device))
-            self._pinned.append(int(torch.cuda.host_memory_stats().get("active_bytes.peak", 0)))
+            pinned = torch.cuda.host_memory_stats().get("active_bytes.peak")
+            if pinned is not None:  # older versions of torch count otherwise
+                self._pinned.append(int(pinned))
 
 
 def build_body(

@@ -26,12 +26,14 @@ class Moved:
     """Bytes from the device to the host and back since `reset`; None where nobody counts.
 
     `ready` is the part of the bytes coming back that were on their way, or there, when backward
-    asked; `explanation` is what the helper says of itself.
+    asked; `host` is the most bytes that were away at a time; `explanation` is what the helper says
+    of itself.
     """
 
     out: int | None = None
     back: int | None = None
     ready: float | None = None
+    host: int | None = None
     explanation: str | None = None
 
 
@@ -83,6 +85,7 @@ class Ours:
             out=stats.copied_out.bytes,
             back=stats.copied_in.bytes,
             ready=hits / (hits + misses) if hits + misses else None,
+            host=stats.host_peak_bytes,
             explanation=self.context.explain(),
         )
 
@@ -183,5 +186,6 @@ def as_fields(moved: Moved) -> dict[str, Any]:
         "bytes_out": values["out"],
         "bytes_back": values["back"],
         "ready_in_time": values["ready"],
+        "host_bytes": values["host"],
         "explanation": values["explanation"],
     }
