@@ -69,10 +69,12 @@ def move_everything(monkeypatch: Any, device: torch.device, **options: Any) -> l
     """
     made: list[Any] = []
 
-    def make() -> OffloadActivations:
-        simulated = {"device_backend": SimEngine(seed=len(made), mode="laziest")}
+    def make(device_backend: Any) -> OffloadActivations:
+        assert device_backend == ("null" if device.type == "cpu" else "auto")
+        if device.type == "cpu":
+            device_backend = SimEngine(seed=len(made), mode="laziest")
         chosen = {"min_bytes": 0, "window_bytes": 0, **options}
-        made.append(OffloadActivations(**chosen, **(simulated if device.type == "cpu" else {})))
+        made.append(OffloadActivations(device_backend=device_backend, **chosen))
         return made[-1]
 
     monkeypatch.setattr(offloading, "OffloadActivations", make)

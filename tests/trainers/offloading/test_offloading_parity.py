@@ -168,8 +168,9 @@ def test_h5_experts_without_tokens(checkpointing, made, tmp_path):
     assert_same_steps(records[True].steps, records[False].steps)
     assert len(held) == steps
     assert {host for host, _ in held} == {0}
-    # the first steps make the optimizer's states
-    assert max(device for _, device in held) == max(device for _, device in held[:5])
+    # the first steps make the optimizer's states; to keep one tensor a step would be 23 KiB
+    grown = max(device for _, device in held) - max(device for _, device in held[:5])
+    assert grown < 4096
     assert_moved(made, checkpoints=checkpointing)
 
 

@@ -96,7 +96,9 @@ def switch_offloading(trainer: Any) -> None:
     if "offload" in disabled_techniques():
         logger.info("activation offloading: off in %s, by %s=offload", owner, DISABLE_VARIABLE)
         return
-    offload = OffloadActivations()
+    # use_cpu=True trains on the CPU of a machine that has an accelerator
+    on_cpu = trainer.args.device.type == "cpu"
+    offload = OffloadActivations(device_backend="null" if on_cpu else "auto")
     if isinstance(trainer, OffloadsActivations):
         trainer.activation_offload = offload
     else:  # a trainer of TRL that enabled() built
