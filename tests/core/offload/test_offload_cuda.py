@@ -164,3 +164,23 @@ def test_copies_overlap_nothing_they_should_wait_for() -> None:
         del noise
         out.sum().backward()
         torch.testing.assert_close(x.grad, 2 * (x.detach() * 2).cos(), rtol=0, atol=0)
+
+
+def test_a_late_copy_waits_for_the_stream_that_saved() -> None:
+    """The first tensor is saved on one stream, its copy issued with another one current."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    context = OffloadActivations("all", keep_last=1, min_bytes=1, window_bytes=1 << 30)
+    for _ in range(10):
+        x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+        y = torch.randn(1 << 20, device="cuda", requires_grad=True)
+        torch.cuda.synchronize()
+        with context:
+            with torch.cuda.stream(first):
+                torch.cuda._sleep(20_000_000)
+                one = (x * 2).sin()
+            with torch.cuda.stream(second):
+                two = (y * 2).sin()
+        torch.cuda.synchronize()
+        (one.sum() + two.sum()).backward()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(x.grad, 2 * (x.detach() * 2).cos(), rtol=0, atol=0)

@@ -21,6 +21,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.log.append(f"{self.name} waits for {event.name}")
 
+    device = CPU
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for all of {other.name}")
+
     def synchronize(self) -> None:
         self.log.append(f"host waits for {self.name}")
 
@@ -127,6 +132,18 @@ def test_waiting_orders_the_current_stream_and_uses_the_memory(
     assert log_of(engine) == ["compute waits for event 3 of side 1"]
     assert users == ["compute"]
     assert engine.done(copy)
+
+
+def test_a_late_copy_follows_the_stream_that_saved(engine: TorchEngine) -> None:
+    """Copies start when the next tensor is saved, and that may be on another stream."""
+    device: object = engine._module
+    assert isinstance(device, Device)
+    mark = engine.mark(CPU)
+    engine.follow(mark)
+    assert log_of(engine) == []
+    device.current = Stream(device.log, "other")
+    engine.follow(mark)
+    assert log_of(engine) == ["other waits for all of compute"]
 
 
 def test_without_streams_copies_are_part_of_the_computation(

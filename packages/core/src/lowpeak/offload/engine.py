@@ -54,6 +54,12 @@ class CopyEngine(Protocol):
     def capturing(self, device: torch.device) -> bool:
         """Whether the current stream is being captured into a graph."""
 
+    def mark(self, device: torch.device) -> object:
+        """Where the current stream is, or anything later in it: for `follow`."""
+
+    def follow(self, mark: object) -> None:
+        """Let the current stream of the mark's device go on after what was marked only."""
+
     def allocate(self, device: torch.device, nbytes: int) -> HostRoom:
         """Host memory that the device can copy to; OffloadHostMemoryError where there is none."""
 

@@ -110,6 +110,13 @@ class SimEngine:
         """What `is_capturing` was set to."""
         return self.is_capturing
 
+    def mark(self, device: torch.device) -> object:
+        """Nothing: the CPU computes at once."""
+        return None
+
+    def follow(self, mark: object) -> None:
+        """Nothing to wait for."""
+
     def allocate(self, device: torch.device, nbytes: int) -> SimRoom:
         """A room full of poison."""
         with self._lock:

@@ -1,6 +1,8 @@
 """The engine made of torch's own streams, events and pinned tensors: CUDA, ROCm and XPU.
 
 Two streams a device, one a direction. What each call orders after what:
+* follow: a copy is issued later than its tensor is saved, perhaps with another stream current; that
+  stream first waits for the one that was current then.
 * copy_out: its stream waits for an event recorded on the current stream, then copies. The source
   is kept by the caller until the copy ended or the current stream waits for it, never by
   `record_stream`, whose effect depends on how far the host runs ahead.
@@ -68,6 +70,16 @@ class TorchEngine:
             return False
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
+
+    def mark(self, device: torch.device) -> object:
+        """The current stream itself."""
+        return self._module.current_stream(device)
+
+    def follow(self, mark: Any) -> None:
+        """Wait for all that is in the marked stream by now, if it is another one."""
+        current = self._module.current_stream(mark.device)
+        if current != mark:
+            current.wait_stream(mark)
 
     def allocate(self, device: torch.device, nbytes: int) -> TorchRoom:
         """A pinned tensor; once more after torch gave its cached pinned blocks back."""

@@ -142,6 +142,8 @@ class Transfers:
             if record is not None:
                 unit = record.serving(layout, version, storage.nbytes())
             if unit is not None:
+                if unit.copied_out is None:
+                    unit.marks.append(self.engine.mark(tensor.device))
                 self.telemetry.count("deduplicated", tensor.nbytes)
                 return unit, layout, generation.append(unit, new=False)
             if record is None:
@@ -194,6 +196,9 @@ class Transfers:
             # Somebody manages this memory by hand; backward finds it as it will be then.
             self.telemetry.keep("resized", unit.nbytes)
             return
+        for mark in unit.marks:
+            self.engine.follow(mark)
+        unit.marks.clear()
         try:
             source = unit.bytes_to_copy()
         except torch.OutOfMemoryError:

@@ -65,6 +65,7 @@ class Unit:
         "identity",
         "index",
         "layouts",
+        "marks",
         "nbytes",
         "on_release",
         "origin",
@@ -104,6 +105,8 @@ class Unit:
         self.record = record
         record.add(self)
         self.layouts = {layout}
+        # Where the streams were that saved it.
+        self.marks = [engine.mark(tensor.device)]
         self.start, self.stop = aligned(layout, storage.nbytes())
         self.nbytes = self.stop - self.start
         self.gathered: Layout | None = None
