@@ -1,7 +1,5 @@
 """Metrics of an evaluation without its logits: the oracle is each document alone, in float64."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re
@@ -14,7 +12,7 @@ import tiny
 import torch
 import transformers
 import trl
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 
 import lowpeak_trainers
 from lowpeak.memory import track_memory
@@ -179,7 +177,6 @@ def test_metrics_of_a_head_with_an_adapter(head, tmp_path):
 def test_as_a_function_of_full_logits(tmp_path):
     """What stock TRL, or lowpeak with its head off, gives compute_metrics."""
     for options in (
-        {"package": trl},
         {"package": trl, "batch_eval_metrics": True},
         {"package": trl, "eval_do_concat_batches": False},
         {"fused_lm_head": False},
@@ -321,6 +318,12 @@ def test_no_target_at_all(tmp_path, caplog):
     assert "MeanRank saw no logits in this evaluation of SFTTrainer" in caplog.text
 
 
+def test_predictions_that_are_no_logits_are_refused():
+    prediction = transformers.EvalPrediction(predictions=torch.zeros(3, 2), label_ids=torch.ones(3))
+    with pytest.raises(ValueError, match=r"predictions have shape \(3, 2\) and label_ids \(3,\)"):
+        MeanRank()(prediction)
+
+
 @pytest.mark.parametrize("number", [TopKAccuracy, CalibrationError])
 def test_numbers_below_one_are_refused(number):
     with pytest.raises(ValueError, match="=0: pass 1 or more"):
@@ -330,10 +333,8 @@ def test_numbers_below_one_are_refused(number):
 def test_documented(tmp_path, monkeypatch):
     """The example of docs/metrics.md runs on a model and data of ours."""
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    examples = [
-        e for e in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "lowpeak_trainers" in e
-    ]
-    assert len(examples) == 1
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (example,) = (text for text in examples if "lowpeak_trainers" in text)
     names = {
         "model": tiny.llama(),
         "args": lowpeak_trainers.SFTConfig(**parity.settings(tmp_path, max_length=None)),
@@ -341,14 +342,55 @@ def test_documented(tmp_path, monkeypatch):
         "eval_dataset": documents(),
         "tokenizer": tiny.tokenizer(),
     }
-    exec(compile(examples[0], "metrics.md", "exec"), names)
+    exec(compile(example, "metrics.md", "exec"), names)
     found, wanted = names["metrics"], right_metrics(tiny.llama())
-    for name in ("eval_token_accuracy", "eval_top_5_accuracy", "eval_calibration_error"):
-        wanted_value = wanted[name] if "calibration" not in name else found[name]
-        oracle.assert_close(found[name], wanted_value)
+    assert 0 < found["eval_calibration_error"] < 1
+    for name in ("eval_token_accuracy", "eval_top_5_accuracy"):
+        oracle.assert_close(found[name], wanted[name])
     twin, spread = oracle.in_float64(tiny.llama()), []
     for ids in documents()["input_ids"]:
         log_p = twin(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
         spread.append((log_p.exp() * (log_p + entropy).square()).sum(-1))
     oracle.assert_close(found["eval_varentropy"], torch.cat(spread).mean().item())
+
+
+OPTIONS = {
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "tf32": False},
+    "bf16": {"bf16": True},
+    "bf16_full_eval": {"bf16_full_eval": True},
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "shared prompts": {"share_prompts": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor`:FutureWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param("compiled", marks=pytest.mark.slow), *list(OPTIONS)[1:]]
+)
+def test_tiles_are_those_of_the_loss(name, tmp_path):
+    """The mean over all tiles is the loss that an evaluation without metrics has."""
+    prompt, rest = tiny.random_ids(9, 3), [tiny.random_ids(n, n) for n in (4, 7, 5, 2)]
+    rows = [
+        {"input_ids": prompt + ids, "labels": [-100] * 9 + ids, "seq_lengths": [9 + len(ids)]}
+        for ids in rest
+    ]
+    data, found = tiny.Dataset.from_list(rows), []
+    for metrics in (Perplexity(), None):
+        options = dict(OPTIONS[name])
+        if metrics is None:
+            options.pop("label_smoothing_factor", None)
+        trainer = build(tmp_path, metrics, data=data, **options)
+        torch.set_float32_matmul_precision("highest")  # torch_compile changes it
+        found.append(trainer.evaluate())
+    log = torch.tensor(found[0]["eval_perplexity"], dtype=torch.float64).log().item()
+    # tiles are not rounded to bfloat16; the head's may be
+    oracle.assert_close(log, found[1]["eval_loss"], 1e-3 if "bf16" in name else oracle.TOLERANCE)
+
+
+def test_prompt_tuning(tmp_path):
+    """The first token of a document is predicted too, from virtual ones."""
+    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    found = build(tmp_path, Perplexity(), peft_config=tuning).evaluate()
+    log = torch.tensor(found["eval_perplexity"], dtype=torch.float64).log().item()
+    oracle.assert_close(log, found["eval_loss"])

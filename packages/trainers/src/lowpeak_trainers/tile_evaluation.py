@@ -24,6 +24,9 @@ else:
 
 logger = logging.getLogger("lowpeak.trainers")
 
+# Its trainers that are derived from SFTTrainer have losses of their own.
+_EXPERIMENTAL = "trl.experimental."
+
 
 class TileEvaluation(Trainer):
     """Mixin: a TileMetrics as `compute_metrics` sees tiles, and evaluate() makes no logits.
@@ -104,10 +107,10 @@ class TileEvaluation(Trainer):
         if not isinstance(metrics, TileMetrics) or why_head_is_off(self._memory_config()):
             return None
         name, owner = type(metrics).__name__, type(self).__name__
-        if SFT_MODULE not in trl_modules_of(type(self)):
+        if not _scores_by_sft(type(self)):
             raise ValueError(
                 f"compute_metrics is {name}, a TileMetrics, which {owner} cannot feed: only "
-                "evaluations of SFTTrainer have one token after another to score. Pass a function"
+                "SFTTrainer does so. Pass a function"
             )
         if self.args.include_for_metrics:
             raise ValueError(
@@ -124,3 +127,8 @@ class TileEvaluation(Trainer):
     if TYPE_CHECKING:
 
         def _memory_config(self) -> MemoryConfig: ...
+
+
+def _scores_by_sft(trainer: type) -> bool:
+    experimental = any(parent.__module__.startswith(_EXPERIMENTAL) for parent in trainer.__mro__)
+    return SFT_MODULE in trl_modules_of(trainer) and not experimental

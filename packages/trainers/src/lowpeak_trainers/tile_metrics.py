@@ -49,6 +49,9 @@ class TileMetrics(ABC):
         """As a function of full logits [rows, length, V] and labels [rows, length].
 
         A token's position is its column: padding on the left cannot be told from here.
+
+        Raises:
+            ValueError: for predictions that are something else.
         """
         running = TileSums(self) if self._running is None else self._running
         for logits, labels in _batches(prediction):
@@ -101,6 +104,11 @@ def _batches(prediction: EvalPrediction) -> Iterable[tuple[Any, Any]]:
 
 def _rows(logits: Tensor, labels: Tensor) -> Iterator[LogitTile]:
     """A tile for each row that has a target."""
+    if logits.dim() != 3 or labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"predictions have shape {tuple(logits.shape)} and label_ids {tuple(labels.shape)}: a "
+            "TileMetrics takes logits [rows, length, V] and labels [rows, length]"
+        )
     for row, label in zip(logits, labels, strict=True):
         targets = label[1:]
         (positions,) = torch.nonzero(targets != _IGNORE_INDEX, as_tuple=True)
