@@ -7,6 +7,10 @@
 #include "lowpeak/build_info.hpp"
 #include "lowpeak/packing.hpp"
 
+#ifdef LOWPEAK_HOST_MEMORY
+#include "host_memory.hpp"
+#endif
+
 namespace py = pybind11;
 
 namespace {
@@ -20,7 +24,7 @@ py::dict build_info() {
   result["compiler"] = info.compiler;
   result["cxx_standard"] = info.cxx_standard;
   result["build_type"] = info.build_type;
-  result["sanitized"] = info.sanitized;
+  result["sanitizers"] = info.sanitizers;
   return result;
 }
 
@@ -47,4 +51,7 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
   m.def("build_info", &build_info, "How the extension was built.");
   m.def("best_fit_decreasing", &best_fit_decreasing, py::arg("lengths").noconvert(),
         py::arg("capacity"), "Items bin after bin, and where each bin begins.");
+#ifdef LOWPEAK_HOST_MEMORY
+  bind_host_memory(m);
+#endif
 }

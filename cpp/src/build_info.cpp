@@ -25,7 +25,7 @@ namespace lowpeak {
 
 const BuildInfo& build_info() noexcept {
   static constexpr BuildInfo info{LOWPEAK_VERSION, LOWPEAK_COMPILER, LOWPEAK_BUILD_TYPE,
-                                  LOWPEAK_CXX_STANDARD, LOWPEAK_SANITIZED != 0};
+                                  LOWPEAK_SANITIZERS, LOWPEAK_CXX_STANDARD};
   return info;
 }
 

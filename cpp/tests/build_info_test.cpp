@@ -10,7 +10,11 @@ int main() {
   CHECK(!info.build_type.empty());
   CHECK(&info == &lowpeak::build_info());
 #if defined(__SANITIZE_ADDRESS__)
-  CHECK(info.sanitized);
+  CHECK(info.sanitizers == "address,undefined");
+#elif defined(__SANITIZE_THREAD__)
+  CHECK(info.sanitizers == "thread");
+#else
+  CHECK(info.sanitizers.empty());
 #endif
   return 0;
 }

@@ -11,3 +11,19 @@
       std::exit(1);                                                                      \
     }                                                                                    \
   } while (false)
+
+/// Ends the test unless the expression throws the exception.
+#define CHECK_THROWS(expression, exception)                                                 \
+  do {                                                                                      \
+    bool thrown = false;                                                                    \
+    try {                                                                                   \
+      static_cast<void>(expression);                                                        \
+    } catch (const exception&) {                                                            \
+      thrown = true;                                                                        \
+    }                                                                                       \
+    if (!thrown) {                                                                          \
+      std::fprintf(stderr, "%s:%d: %s did not throw %s\n", __FILE__, __LINE__, #expression, \
+                   #exception);                                                             \
+      std::exit(1);                                                                         \
+    }                                                                                       \
+  } while (false)

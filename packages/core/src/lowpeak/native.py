@@ -21,8 +21,8 @@ def native_summary() -> str:
     from lowpeak._native import build_info
 
     info = build_info()
-    sanitized = ", ASan+UBSan" if info["sanitized"] else ""
+    sanitizers = f", sanitizers {info['sanitizers']}" if info["sanitizers"] else ""
     return (
         f"{info['version']} ({info['compiler']}, C++ {info['cxx_standard']}, "
-        f"{info['build_type']}{sanitized})"
+        f"{info['build_type']}{sanitizers})"
     )

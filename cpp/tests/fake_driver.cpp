@@ -1,0 +1,116 @@
+// Stands for libcuda.so.1 and libamdhip64.so where there is no GPU: the same symbols, the same
+// answers, and FAKE_FAIL names the call that fails. -DWITHOUT_REGISTER leaves one symbol out.
+
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace {
+
+int current_device = 7;
+void* current_context = nullptr;
+int contexts[2];
+
+int failing(const char* call) {
+  const char* name = std::getenv("FAKE_FAIL");
+  return name != nullptr && std::strcmp(name, call) == 0 ? 2 : 0;
+}
+
+/// A call outside a context is an error of the caller.
+int in_context(const char* call) { return current_context == nullptr ? 201 : failing(call); }
+
+int on_device(const char* call) { return current_device != 1 ? 101 : failing(call); }
+
+int allocate(void** data, std::size_t nbytes) {
+  *data = ::operator new(nbytes, std::align_val_t{4096});
+  return 0;
+}
+
+int release(void* data) {
+  ::operator delete(data, std::align_val_t{4096});
+  return 0;
+}
+
+int bus_id(char* text, int size, int device) {
+  std::snprintf(text, static_cast<std::size_t>(size), "0000:%02X:00.0", device + 0xA0);
+  return failing("pci_bus_id");
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return failing("init"); }
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return ordinal == 0 || ordinal == 1 ? 0 : 101;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = &contexts[device];
+  return failing("retain");
+}
+int cuGetErrorString(int code, const char** text) {
+  *text = code == 2 ? "out of memory" : nullptr;
+  return 0;
+}
+int cuDeviceGetPCIBusId(char* text, int size, int device) { return bus_id(text, size, device); }
+int cuCtxPushCurrent_v2(void* context) {
+  if (const int code = failing("push")) return code;
+  current_context = context;
+  return 0;
+}
+int cuCtxPopCurrent_v2(void** context) {
+  *context = current_context;
+  current_context = nullptr;
+  return 0;
+}
+#ifndef WITHOUT_REGISTER
+int cuMemHostRegister_v2(void*, std::size_t, unsigned flags) {
+  return flags != 1 ? 1 : in_context("register");
+}
+#endif
+int cuMemHostUnregister(void*) { return in_context("unregister"); }
+int cuMemHostAlloc(void** data, std::size_t nbytes, unsigned flags) {
+  const int code = flags != 1 ? 1 : in_context("allocate");
+  return code == 0 ? allocate(data, nbytes) : code;
+}
+int cuMemFreeHost(void* data) {
+  const int code = in_context("free");
+  return code == 0 ? release(data) : code;
+}
+void* fake_context() { return current_context; }
+
+int hipInit(unsigned) { return failing("init"); }
+int hipGetDeviceCount(int* count) {
+  *count = 2;
+  return 0;
+}
+const char* hipGetErrorString(int code) { return code == 2 ? "out of memory" : nullptr; }
+int hipDeviceGetPCIBusId(char* text, int size, int device) { return bus_id(text, size, device); }
+int hipGetDevice(int* device) {
+  *device = current_device;
+  return 0;
+}
+int hipSetDevice(int device) {
+  if (const int code = failing("push")) return code;
+  current_device = device;
+  return 0;
+}
+#ifndef WITHOUT_REGISTER
+int hipHostRegister(void*, std::size_t, unsigned flags) {
+  return flags != 1 ? 1 : on_device("register");
+}
+#endif
+int hipHostUnregister(void*) { return on_device("unregister"); }
+int hipHostMalloc(void** data, std::size_t nbytes, unsigned flags) {
+  const int code = flags != 1 ? 1 : on_device("allocate");
+  return code == 0 ? allocate(data, nbytes) : code;
+}
+int hipHostFree(void* data) {
+  const int code = on_device("free");
+  return code == 0 ? release(data) : code;
+}
+int fake_device() { return current_device; }
+}
