@@ -104,10 +104,13 @@ def test_r16_capture_keeps_tensors_on_the_device() -> None:
             chain(x).sum().backward()
     torch.cuda.current_stream().wait_stream(side)
     x.grad = None
+    with context:
+        in_flight = chain(leaf(1))
     graph = torch.cuda.CUDAGraph()
     before = context.stats().offloaded.bytes
     with warnings.catch_warnings(record=True), torch.cuda.graph(graph), context:
         chain(x).sum().backward()
+    del in_flight
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -168,7 +171,7 @@ def test_r27_r31_two_devices_in_one_graph() -> None:
 
 def test_r33_peak_is_the_windows_not_the_graphs() -> None:
     """axolotl#3733, #3776: offloading everything took 15 GB more than offloading nothing."""
-    layers = 24
+    layers = 48
 
     def run(x: Tensor) -> Tensor:
         for _ in range(layers):
@@ -194,4 +197,5 @@ def test_r33_peak_is_the_windows_not_the_graphs() -> None:
     peak(context)
     ours, plain = peak(context), peak(None)
     assert plain >= layers * BYTES
-    assert ours <= 12 * BYTES
+    # Two windows, what one layer recomputes, and the last inputs: far below half of the layers'.
+    assert ours <= 20 * BYTES

@@ -128,9 +128,12 @@ def test_r06_part_of_the_graph_without_backward(mode: str, without_collection: N
 
 
 @every_mode
-def test_r24_live_outputs_make_no_cycle(mode: str, without_collection: None) -> None:
+@pytest.mark.parametrize("min_bytes", [1, 1 << 20], ids=["moved", "kept"])
+def test_r24_live_outputs_make_no_cycle(
+    mode: str, min_bytes: int, without_collection: None
+) -> None:
     """pytorch/pytorch#189025, #115255: a hook that stores the output keeps its own graph alive."""
-    context = simulated(mode)
+    context = simulated(mode, min_bytes=min_bytes)
     x = torch.randn(SHAPE, requires_grad=True)
     with context:
         out = x.exp()
@@ -280,6 +283,23 @@ def test_r39_what_was_fetched_for_nothing_goes_with_the_next_forward(mode: str) 
     expected = torch.autograd.grad(out.sum(), [x], retain_graph=True)
     again = torch.autograd.grad(out.sum(), [x])
     assert torch.equal(expected[0], again[0])
+
+
+@every_mode
+def test_r06_graph_dropped_while_copies_come_back(mode: str, without_collection: None) -> None:
+    """Memory that a copy back still writes goes to the allocator only behind that copy."""
+    context = simulated(mode)
+    x = torch.randn(SHAPE, requires_grad=True)
+    with context:
+        middle = chain(x, 4, [])
+        out = chain(middle, 4, [])
+    context.synchronize()
+    torch.autograd.grad(out.sum(), [middle], retain_graph=True)
+    del middle, out
+    context.synchronize()
+    assert ENGINES[context].violations == []
+    assert ENGINES[context].held() == 0
+    assert context.stats().host_bytes == 0
 
 
 def test_r39_each_taker_waits_on_its_own_stream() -> None:

@@ -85,25 +85,30 @@ class SavesViews(torch.autograd.Function):
         ]
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(*SavesViews.views(x.detach().clone()))
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, shared: bool) -> Tensor:
+        views = SavesViews.views(x.detach().clone())
+        if not shared:
+            count = len(views)
+            views = [SavesViews.views(x.detach().clone())[index] for index in range(count)]
+        ctx.save_for_backward(*views)
         return x * 2
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: torch.autograd.function.FunctionCtx, gradient: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         SavesViews.layouts = tuple((v.clone(), tuple(v.shape), v.stride()) for v in saved)
-        return gradient * 2
+        return gradient * 2, None
 
 
 @every_mode
-def test_r07_strides_of_views_are_exact(mode: str) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["one-storage", "own-storages"])
+def test_r07_strides_of_views_are_exact(mode: str, shared: bool) -> None:
     """huggingface/trl#5694: views with offsets or gaps came back dense, or shifted."""
     x = torch.randn(16, 16, requires_grad=True)
     with simulated(mode):
-        out = SavesViews.apply(x)
+        out = SavesViews.apply(x, shared)
     out.sum().backward()
     expected = SavesViews.views(x.detach().clone())
     assert len(SavesViews.layouts) == len(expected)
@@ -282,13 +287,12 @@ def test_r08_versions_of_one_storage_are_told_apart(mode: str) -> None:
 
     def forward(leaves: list[Tensor]) -> Tensor:
         y = leaves[0] * 2
+        # These savings are void after the edits; the loss does not depend on them.
         unused.append(y.sin())
         y.add_(1.0)
-        out = y.cos()
-        y[4:].mul_(2.0)
-        # Both savings of y but the last are void: the loss does not depend on them.
-        unused.append(out)
-        return y.exp()
+        unused.append(y[2:].sin())
+        y[:8].mul_(1.5)
+        return y.cos()
 
     plain = gradients_under(nullcontext(), forward, [(16, 16)])
     for _ in range(2):
@@ -332,7 +336,21 @@ def edit_parameter(x: Tensor) -> Tensor:
     return out
 
 
-EDITS = (edit_input, edit_output, edit_through_a_view, edit_then_drop, edit_parameter)
+def edit_between_backwards(x: Tensor) -> Tensor:
+    y = x * 2
+    (out,) = torch.autograd.grad(y.sin().sum(), [y], create_graph=True)
+    y.add_(1.0)
+    return out
+
+
+EDITS = (
+    edit_between_backwards,
+    edit_input,
+    edit_output,
+    edit_through_a_view,
+    edit_then_drop,
+    edit_parameter,
+)
 
 
 @every_mode
@@ -355,14 +373,16 @@ def test_r38_in_place_after_save_raises_as_plain_autograd(
 
 
 @every_mode
-def test_r38_mutations_can_be_allowed(mode: str) -> None:
+@pytest.mark.parametrize("copied", [True, False], ids=["copied-before", "edited-at-once"])
+def test_r38_mutations_can_be_allowed(mode: str, copied: bool) -> None:
     """on_mutation="snapshot": the value of the time of saving, as torch's save_on_cpu gives it."""
     x = torch.randn(16, 16, requires_grad=True)
     context = simulated(mode, on_mutation="snapshot")
     with context:
         y = x * 2
         out = y.sin()
-        context.synchronize()
+        if copied:
+            context.synchronize()
         y.add_(1.0)
     out.sum().backward()
     assert x.grad is not None
