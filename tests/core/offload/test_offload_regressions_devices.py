@@ -110,7 +110,7 @@ def test_r16_capture_keeps_tensors_on_the_device() -> None:
     before = context.stats().offloaded.bytes
     with warnings.catch_warnings(record=True), torch.cuda.graph(graph), context:
         chain(x).sum().backward()
-    del in_flight
+        del in_flight  # a graph that goes during the capture does not spoil it either
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()

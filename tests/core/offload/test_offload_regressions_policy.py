@@ -6,8 +6,8 @@ row     report                          why not
 19, 20  pytorch#192722, #150517 ...     sizes and rounding of pinned blocks: the native host pool's
 34      pytorch#160420, #197868         memory near its GPU: the native host pool's
 35, 36  DeepSpeed#7412, kernels#1081    tiled layers, which move no saved tensor
-25      unsloth#338 ... (WSL)           no pinned memory: in test_offload_failures; to tell WSL apart
-                                        is the native engine's
+25      unsloth#338 ... (WSL)           no pinned memory: in test_offload_failures; telling WSL
+                                        apart is the native engine's
 """
 
 from __future__ import annotations
