@@ -253,3 +253,46 @@ def test_an_error_inside_of_a_checkpoint_leaves_nothing() -> None:
     plain = gradients(positional, nullcontext())
     for ours, theirs in zip(gradients(positional, context), plain, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def checkpoint_of_torch_2_11(
+    function: Callable[..., Tensor], *args: Any, context_fn: Any = None
+) -> Tensor:
+    """Does not tell its generator of an error: that waits where the error's frames keep it."""
+    contexts = context_fn or torch_checkpoint.noop_context_fn
+    options = (True, contexts, "default", False, True)
+    generator = getattr(torch_checkpoint, checkpoints.GENERATOR)(function, *options, *args)
+    next(generator)
+    result = function(*args)
+    with pytest.raises(StopIteration):
+        next(generator)
+    return result
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("selective_too", [False, True])
+def test_an_error_leaves_no_hook_though_its_frames_live_on(
+    nested: bool, selective_too: bool
+) -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise KeyError("broken")
+
+    options: dict[str, Any] = {}
+    if selective_too:
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.mul.Tensor]
+        )
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint_of_torch_2_11(broken, x * 2, **options)
+
+    function = outer if nested else broken
+    with pytest.raises(KeyError) as error, offload():
+        checkpoint_of_torch_2_11(function, torch.randn(SHAPE, requires_grad=True) * 1, **options)
+    # the frames, and their generators, are alive
+    assert error.value.__traceback__ is not None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert checkpoints.open_regions() == 0
+    plain = gradients(positional, nullcontext())
+    for ours, theirs in zip(gradients(positional, offload()), plain, strict=True):
+        assert torch.equal(ours, theirs)

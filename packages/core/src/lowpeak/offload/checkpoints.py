@@ -17,7 +17,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import Parameter
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -45,6 +45,9 @@ class Listener(Protocol):
         """A selective checkpoint keeps a tensor that cannot be packed."""
 
 
+_Region = Generator[None, None, None]
+
+
 class _Entry:
     """A context, or with None the inside of a checkpoint, whose own hooks hide the context's."""
 
@@ -55,6 +58,7 @@ class _Entry:
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
+        self.regions: list[_Region] = []
         self.saving_inputs = False
 
     @contextmanager
@@ -66,6 +70,15 @@ class _ThreadState(threading.local):
             yield
         finally:
             self.entries.remove(entry)
+
+    @contextmanager
+    def running(self, region: "_Region") -> Iterator[None]:
+        """The forward of a checkpoint, while a context is open."""
+        self.regions.append(region)
+        try:
+            yield
+        finally:
+            self.regions = [one for one in self.regions if one is not region]
 
 
 _state = _ThreadState()
@@ -102,6 +115,21 @@ def listening(listener: Listener) -> Iterator[None]:
             yield
     finally:
         _uninstall()
+
+
+def open_regions() -> int:
+    """How many checkpoints this thread is inside of."""
+    return len(_state.regions)
+
+
+def end_regions(outer: int) -> None:
+    """End the checkpoints that an error left, all but the `outer` outermost.
+
+    Up to torch 2.11 a checkpoint whose function raises waits for the garbage collector, its hooks
+    above those of the context that the error leaves.
+    """
+    while len(_state.regions) > outer:
+        _state.regions.pop().close()
 
 
 def _install() -> None:
@@ -154,7 +182,9 @@ def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
     listener = _state.entries[-1].listener if _state.entries else None
     in_backward = torch._C._current_graph_task_id() != -1
     if listener is None or in_backward or not torch.is_grad_enabled():
-        yield from _original(*values, **kwargs)
+        region = _original(*values, **kwargs)
+        with _state.running(region) if _state.entries else nullcontext():
+            yield from region
         return
     # torch.utils.checkpoint.checkpoint gives fn and all options by position.
     names = list(inspect.signature(_original).parameters)[:-2]
@@ -170,7 +200,7 @@ def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
     finally:
         _state.saving_inputs = False
     try:
-        with _state.entered(None):
+        with _state.running(region), _state.entered(None):
             yield
     except BaseException as error:
         region.throw(error)

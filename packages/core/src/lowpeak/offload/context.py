@@ -147,6 +147,7 @@ class OffloadActivations:
                 _not_compiled(hooks.pack), _not_compiled(unpack_saved)
             )
         )
+        stack.callback(checkpoints.end_regions, checkpoints.open_regions())
 
     def _say_inert(self) -> None:
         if not self._said:
