@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], str
     status = main([*TINY, *arguments, "--json", str(target)], stream)
     document = json.loads(target.read_text())
     assert document["benchmark"] == "offload"
-    assert document["environment"]["torch"] == torch.__version__
+    assert document["environment"]["torch"] == version("torch")
     return status, document["results"], stream.getvalue()
 
 
@@ -124,7 +125,7 @@ def test_settings_and_their_rows() -> None:
 
 
 @pytest.mark.cuda
-def test_peaks_and_pinned_memory(tmp_path: Path) -> None:
+def test_peaks(tmp_path: Path) -> None:
     stream, target = io.StringIO(), tmp_path / "offload.json"
     tiny = ["--config", "tiny", "--settings", "2048", "2048-plain", "--repeats", "1"]
     small = ["--min-bytes", "0", "--window-bytes", "65536"]
@@ -133,10 +134,6 @@ def test_peaks_and_pinned_memory(tmp_path: Path) -> None:
     assert [one["failure"] for one in results] == [None] * len(results)
     for one in results:
         assert one["peak_bytes"] > 0
-        if one["row"] == BASELINE:
-            assert one["pinned_bytes"] < 4096
-        else:
-            assert one["bytes_out"] > 0
-            assert one["pinned_bytes"] >= one["bytes_out"] // 2
+        assert (one["bytes_out"] > 0) == (one["row"] != BASELINE)
     found = {(one["checkpointing"], one["row"]): one["peak_bytes"] for one in results}
     assert found[False, "lowpeak all"] < found[False, BASELINE]

@@ -30,7 +30,9 @@ def test_tiles_in_memory(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunk_walk, "join_columns", lambda inputs: 50)
+    if device.type == "cpu" or dtype == torch.float32:
+        # Hopper's products, which take bfloat16 there, cut at multiples of their spans only
+        monkeypatch.setattr(chunk_walk, "join_columns", lambda inputs: 50)
     case = make_case(33, 130, 24, dtype, device)
     with tiles():
         assert_exact(

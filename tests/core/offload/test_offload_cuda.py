@@ -47,7 +47,8 @@ def run(
         loss = state.square().mean()
     loss.backward()
     torch.cuda.synchronize()
-    gradients = [x.grad, *(parameter.grad for parameter in blocks.parameters())]
+    trained = [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+    gradients = [x.grad, *(parameter.grad for parameter in trained)]
     assert all(gradient is not None for gradient in gradients)
     return gradients, torch.cuda.max_memory_allocated() - before  # type: ignore[return-value]
 
@@ -70,6 +71,10 @@ def test_gradients_are_exact_and_the_peak_is_lower(
     policy: str, checkpointed: bool, use_streams: bool
 ) -> None:
     blocks = layers()
+    if checkpointed:
+        # the gradients of all weights, 400 MB at the end of backward, would be the peak
+        for parameter in blocks.parameters():
+            parameter.requires_grad_(parameter.dim() == 1)
     plain, plain_peak = run(blocks, nullcontext(), checkpointed=checkpointed)
     context = OffloadActivations(
         policy,  # type: ignore[arg-type]

@@ -57,10 +57,9 @@ class OffloadResult:
 
     seconds is the median of step_seconds, forward and backward; overhead is what it is above that
     of "none", as a part of it. peak_bytes is the most that the allocator gave out in a timed step:
-    weights, gradients and the sequence are in it. pinned_bytes is the most page-locked host memory
-    in use, as torch's allocator rounds it, and host_bytes what lowpeak asked it for. Of the last
-    step: bytes_out, bytes_back and the part of the latter that was ready_in_time. gradient_norm is
-    that of the first step.
+    weights, gradients and the sequence are in it. host_bytes is what lowpeak asked of the host,
+    before torch's allocator rounds it. Of the last step: bytes_out, bytes_back and the part of the
+    latter that was ready_in_time. gradient_norm is that of the first step.
     """
 
     tokens: int
@@ -74,7 +73,6 @@ class OffloadResult:
     bytes_back: int | None = None
     ready_in_time: float | None = None
     host_bytes: int | None = None
-    pinned_bytes: int | None = None
     gradient_norm: float | None = None
     explanation: str | None = None
     failure: str | None = None
@@ -135,7 +133,6 @@ class Row:
         self._warm: list[float] = []
         self._timed: list[float] = []
         self._peaks: list[int] = []
-        self._pinned: list[int] = []
         self._moved = Moved()
         self._norm: float | None = None
         self._failure: str | None = None
@@ -167,7 +164,6 @@ class Row:
             seconds=statistics.median(self._timed) if self._timed else None,
             step_seconds=list(self._timed),
             peak_bytes=max(self._peaks, default=None),
-            pinned_bytes=max(self._pinned, default=None),
             gradient_norm=self._norm,
             failure=self._failure,
             **as_fields(self._moved),
@@ -195,9 +191,6 @@ class Row:
         self._moved = self._helper.moved()
         if bench.device.type == "cuda":
             self._peaks.append(torch.cuda.max_memory_allocated(bench.device))
-            pinned = torch.cuda.host_memory_stats().get("active_bytes.peak")
-            if pinned is not None:  # older versions of torch count otherwise
-                self._pinned.append(int(pinned))
 
 
 def build_body(
@@ -288,7 +281,7 @@ def with_overheads(results: Sequence[OffloadResult]) -> list[OffloadResult]:
 def render_results(results: Sequence[OffloadResult]) -> str:
     """A line a row, and below the table why rows failed."""
     headers = ["tokens", "checkpoints", "row", "s a step", "overhead %", "peak GiB"]
-    headers += ["out GiB", "back GiB", "ready %", "pinned GiB", "gradient norm"]
+    headers += ["out GiB", "back GiB", "ready %", "host GiB", "gradient norm"]
     rows = [
         [
             f"{one.tokens}",
@@ -300,7 +293,7 @@ def render_results(results: Sequence[OffloadResult]) -> str:
             table.gibibytes(one.bytes_out),
             table.gibibytes(one.bytes_back),
             _percent(one.ready_in_time),
-            table.gibibytes(one.pinned_bytes),
+            table.gibibytes(one.host_bytes),
             table.number(one.gradient_norm, 4),
         ]
         for one in results

@@ -39,8 +39,9 @@ class OffloadActivations:
     peak (`explain()` tells). Parameters and their views are never moved.
 
     `use_streams=False` copies as a part of the computation, not beside it. `window_bytes` bounds
-    the device bytes in flight, in each direction; None is twice the largest range moved, at least
-    64 MiB. The `keep_last` last ranges of a forward stay, as backward asks for them first.
+    the device bytes in flight, in each direction; None is twice the largest range moved on the way
+    out and once on the way back, at least 64 MiB. The `keep_last` last ranges of a forward stay, as
+    backward asks for them first.
 
     `device_backend`: "auto" is "torch" (CUDA, ROCm, XPU) where there is a device and otherwise
     "null", with which the context does nothing; "sim" lets CPU tensors play a device's; an object

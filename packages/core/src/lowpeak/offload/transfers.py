@@ -319,7 +319,7 @@ class Transfers:
     def _fetch_ahead(self, unit: Unit, place: int, generation: Generation) -> None:
         """Issue copies back for what the reversed order asks for next, while the window allows."""
         window = self.window(unit.device)
-        free = window.limit - window.arriving_bytes()
+        free = window.limit_back - window.arriving_bytes()
         for coming in generation.before(unit.device, place):
             if not coming.is_away:
                 continue

@@ -17,10 +17,10 @@ REFERENCES_WATCHED = 4096
 class Window:
     """The copies out of one device that have not ended, oldest first, and their bytes.
 
-    The limit holds for each direction: `window_bytes`, or twice the largest unit copied in this and
-    the last forward, at least 64 MiB. A unit is let go when its copy ended; over the limit the
-    current stream waits for the oldest copy first, so that the peak depends on the order of calls
-    and not on the copies' speed.
+    The limit holds for each direction: `window_bytes`, or at least 64 MiB and, of the largest unit
+    copied in this and the last forward, two on the way out and one on the way back. A unit is let
+    go when its copy ended; over the limit the current stream waits for the oldest copy first, so
+    that the peak depends on the order of calls and not on the copies' speed.
     """
 
     def __init__(
@@ -49,7 +49,18 @@ class Window:
             return 0
         if self._window_bytes is not None:
             return self._window_bytes
-        return max(SMALLEST_WINDOW, 2 * max(self._largest_now, self._largest_before))
+        return max(SMALLEST_WINDOW, 2 * self._largest)
+
+    @property
+    def limit_back(self) -> int:
+        """Bytes that may be fetched ahead: one unit arrives while a layer computes with another."""
+        if not self._engine.overlaps or self._window_bytes is not None:
+            return self.limit
+        return max(SMALLEST_WINDOW, self._largest)
+
+    @property
+    def _largest(self) -> int:
+        return max(self._largest_now, self._largest_before)
 
     @property
     def margin(self) -> int:
