@@ -24,7 +24,8 @@ class Addresses final : public SegmentResource {
   explicit Addresses(std::size_t limit) : limit_(limit) {}
 
   Segment allocate(std::size_t nbytes) override {
-    if (refusing || nbytes > room()) throw HostMemoryError("there are no more addresses");
+    if (refusing || nbytes > room() || nbytes > largest)
+      throw HostMemoryError("there are no more addresses");
     std::uintptr_t address = 4 * GiB;
     for (const auto& [begin, size] : held) {
       if (address + nbytes <= begin) break;
@@ -47,6 +48,7 @@ class Addresses final : public SegmentResource {
 
   std::map<std::uintptr_t, std::size_t> held;
   bool refusing = false;
+  std::size_t largest = SIZE_MAX;  // what is larger is refused, though there is room
 
  private:
   std::size_t limit_;
@@ -141,6 +143,25 @@ void growth_takes_what_is_allowed() {
   pool.release(record);
   pool.allocate_record(32 * MiB);
   CHECK(pool.statistics().reserved == 96 * MiB);
+}
+
+/// Where the system refuses a whole segment, what is needed may still be had.
+void growth_is_content_with_what_is_needed() {
+  Addresses upstream(GiB);
+  ExtentPool pool(upstream, {64 * MiB, 8 * MiB, 0});
+  upstream.largest = 16 * MiB;
+  pool.allocate_record(9 * MiB);
+  CHECK(pool.statistics().reserved == 16 * MiB);
+  CHECK_THROWS(pool.allocate_record(32 * MiB), HostMemoryError);
+}
+
+/// The rest over whole extents goes beside others, so the pool need not grow for it.
+void growth_counts_the_tail_where_it_goes() {
+  Addresses upstream(24 * MiB);
+  ExtentPool pool(upstream, {8 * MiB, 8 * MiB, 0});
+  pool.allocate_record(MiB);
+  CHECK(pool.runs(pool.allocate_record(17 * MiB)).size() == 2);
+  CHECK(pool.statistics().reserved == 24 * MiB);
 }
 
 /// Free segments that are too small for a block make place for one that is not.
@@ -270,6 +291,8 @@ int main() {
   records_take_what_is_scattered();
   trim_gives_the_top_back_first();
   growth_takes_what_is_allowed();
+  growth_is_content_with_what_is_needed();
+  growth_counts_the_tail_where_it_goes();
   blocks_displace_free_segments();
   follows_a_model();
   traces();

@@ -1,8 +1,10 @@
 // The whole stack: threads, forks, the end of the process, injected failures.
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -72,7 +74,12 @@ void a_closed_pool_ends_with_its_last_block() {
   auto pool = make_pool(driver);
   {
     const Block block(pool, 100);
+    auto early = std::make_unique<Block>(pool, 8 * MiB);
+    CHECK(driver->held() == 16 * MiB);
     pool->close();
+    CHECK(driver->held() == 16 * MiB);
+    early.reset();
+    CHECK(driver->held() == 8 * MiB);
     CHECK_THROWS(pool->allocate_block(1), std::runtime_error);
     pool.reset();
     CHECK(driver->held() == 8 * MiB);
@@ -179,7 +186,11 @@ void a_child_may_not_use_its_parents_pool() {
   const auto driver = std::make_shared<SimDriver>();
   auto pool = make_pool(driver);
   auto block = std::make_unique<Block>(pool, 100);
+  std::byte* const data = block->data();
+  unsigned char page = 0;
+  CHECK(mincore(data, 4096, &page) == 0);
   const int status = in_child([&] {
+    CHECK(mincore(data, 4096, &page) == -1 && errno == ENOMEM);  // not mapped here
     CHECK_THROWS(pool->allocate_block(1), ForkedError);
     CHECK_THROWS(pool->trim({}), ForkedError);
     CHECK_THROWS(pool->statistics(), ForkedError);

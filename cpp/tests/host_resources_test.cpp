@@ -111,7 +111,11 @@ void what_the_driver_keeps_is_not_unmapped() {
   CHECK(!resource.deallocate(segment));
   CHECK(resource.statistics().leaked_bytes == 4 * MiB);
   segment.data[0] = std::byte{1};
-  CHECK(resource.deallocate(segment));
+  CHECK(driver->unregister_host(segment.data).ok);
+  CHECK(!resource.deallocate(segment));  // refused by the driver itself
+  segment.data[0] = std::byte{2};
+  CHECK(resource.statistics().leaked_bytes == 8 * MiB);
+  CHECK(munmap(segment.data, segment.nbytes) == 0);
 }
 
 /// Hands out addresses without memory behind them.

@@ -132,6 +132,10 @@ void memory_of_a_version_2_cgroup() {
   root.write("/sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_file 30000\nfile 9\n");
   CHECK(available_memory(root.path).nbytes == 130000);
   CHECK(available_memory(root.path).rule == "cgroup v2 memory.max");
+  // The tightest of all counts, wherever it is.
+  root.write("/sys/fs/cgroup/memory.max", "900000\n");
+  root.write("/sys/fs/cgroup/memory.current", "0\n");
+  CHECK(available_memory(root.path).nbytes == 130000);
   root.write("/sys/fs/cgroup/job/memory.current", "600000\n");
   CHECK(available_memory(root.path).nbytes == 0);
 }

@@ -54,7 +54,7 @@ class GranuleMap {
       std::size_t n = 0;
       while (n < whole && used_[begin + n] == 0) ++n;
       if (n == whole && all_free((begin + whole) * per_extent_, tail)) return begin * per_extent_;
-      begin += n < whole ? n : 0;
+      begin += n;  // what stopped the run is in use, as a whole extent and as a tail
     }
     return std::nullopt;
   }

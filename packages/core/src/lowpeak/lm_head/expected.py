@@ -105,9 +105,7 @@ class AskedExpectation:
                 self.said[name] = torch.zeros(self._total, dtype=self._dtype, device=device)
             self.said[name][first:last] = value.detach()
         # an expanded number has no element a row, which is what kernels read
-        return {
-            name: value.detach().to(self._dtype).contiguous() for name, value in answer.items()
-        }
+        return {name: value.detach().to(self._dtype).contiguous() for name, value in answer.items()}
 
     def ordered(self) -> dict[str, Tensor]:
         """What was said for all rows, in the order of DIFFERENTIABLE_NAMES."""
