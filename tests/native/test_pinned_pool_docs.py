@@ -22,7 +22,7 @@ def example() -> dict[str, Any]:
     """The names that the page defines, over a pool with small segments."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
     short, count = re.subn(
-        "PinnedPool\\(limit_bytes", "PinnedPool(segment_bytes=2**23, limit_bytes", code
+        r"PinnedPool\(\s*limit_bytes", "PinnedPool(segment_bytes=2**23, limit_bytes", code
     )
     assert count == 1
     names: dict[str, Any] = {}
