@@ -25,7 +25,7 @@ def test_any_factor_holds(factor: float, size: float, device: torch.device) -> N
     verdict = judge(expected, {name: factor * x for name, x in expected.items()})
     assert verdict.held
     assert verdict.counts
-    assert float(verdict.factor) == pytest.approx(factor, rel=1e-12)
+    assert verdict.factor == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize("noise", [0.9e-6, 1.1e-6])

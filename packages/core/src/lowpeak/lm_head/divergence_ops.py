@@ -155,10 +155,7 @@ def divergence_backward(
             COUNTER.record(verdict.held)
         if verdict.held:
             dtypes = [x.dtype for x, need in needed if need and x is not None]
-            return [
-                _times(x, verdict.factor.to(upstream.dtype), dtype)
-                for x, dtype in zip(made, dtypes, strict=True)
-            ]
+            return [_times(x, verdict.factor, dtype) for x, dtype in zip(made, dtypes, strict=True)]
     pair = HeadPair(
         head_inputs((hidden, weight, bias, temperature), student_transform, student_dtype),
         head_inputs(teacher, teacher_transform, teacher_dtype),
@@ -224,7 +221,7 @@ def _(per_row: Tensor, upstream: Tensor, like: torch.dtype) -> Tensor:
 divergence_scale_rows.register_autograd(double_backward_error("fused_divergence"))
 
 
-def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _times(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
     """x * factor, rounded once to `dtype`."""
     return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 

@@ -84,7 +84,7 @@ class Verdict:
 
     held: bool
     counts: bool
-    factor: Tensor
+    factor: float
 
 
 def judge(expected: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Verdict:
@@ -92,24 +92,24 @@ def judge(expected: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Ver
 
     An output that is missing on one side counts as 0 there. With f by least squares over all
     outputs together, the expectation holds when max|g - f h| <= 1e-6 max|g|. One host
-    synchronisation; `factor` stays on the device, float64 where the device has it.
+    synchronisation.
     """
     names = list(dict.fromkeys((*expected, *upstream)))
     some = next(iter({**expected, **upstream}.values()))
     dtype = torch.float64 if some.device.type in ("cpu", "cuda") else torch.float32
     h, g = (_joined(side, names, some, dtype) for side in (expected, upstream))
     if not h.numel():
-        return Verdict(True, False, torch.ones((), dtype=dtype, device=some.device))
+        return Verdict(True, False, 1.0)
     # Divided by its largest, for squares that neither underflow nor overflow.
     scale = h.abs().amax()
     unit = h / torch.where(scale > 0, scale, 1.0)
     length = unit.square().sum()
     factor = (g * unit).sum() / torch.where(length > 0, length, 1.0)
     distance = (g - factor * unit).abs().amax()
-    apart, largest = torch.stack([distance, g.abs().amax()]).tolist()
     factor = factor / torch.where(scale > 0, scale, 1.0)
+    apart, largest, found = torch.stack([distance, g.abs().amax(), factor]).tolist()
     finite = math.isfinite(apart) and math.isfinite(largest)
-    return Verdict(finite and apart <= TOLERANCE * largest, finite, factor)
+    return Verdict(finite and apart <= TOLERANCE * largest, finite, found)
 
 
 def _joined(

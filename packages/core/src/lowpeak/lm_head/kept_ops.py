@@ -145,14 +145,13 @@ def lm_head_expected_backward(
             scratch_bytes -= of_weight.nbytes if of_weight.dtype != weight.dtype else 0
         options = (skip_zero_rows, *needs, scratch_bytes, backend)
         return list(lm_head_backward(*tensors, saved, upstream, None, *transform, *options))
-    factor = verdict.factor.to(statistics).reshape(1)
     remaining = iter(kept)
     results = []
     owners = (hidden, weight, bias, low_hidden, low_weight)
     for like, was_kept, need in zip(owners, keep, needs, strict=True):
         source = next(remaining) if was_kept else None
         if need and source is not None and like is not None:
-            results.append(_scaled(source, factor, like))
+            results.append(_scaled(source, verdict.factor, like))
     return results
 
 
@@ -208,11 +207,11 @@ def _named(
     return {name: torch.where(ignored, 0.0, x) for name, x in named.items()}
 
 
-def _scaled(kept: Tensor, factor: Tensor, like: Tensor) -> Tensor:
+def _scaled(kept: Tensor, factor: float, like: Tensor) -> Tensor:
     """factor * kept, rounded once to the dtype of `like`; 0 in the rows that kept does not have."""
     result = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     height = kept.size(0)
-    _scale(kept, factor.expand(height, *(1,) * (kept.dim() - 1)), result[:height])
+    _scale(kept, factor, result[:height])
     result[height:].zero_()
     return result
 
@@ -221,11 +220,13 @@ def _scaled(kept: Tensor, factor: Tensor, like: Tensor) -> Tensor:
 _CPU_ELEMENTS = 1 << 18
 
 
-def _scale(kept: Tensor, factors: Tensor, out: Tensor) -> None:
-    """out = factors * kept row by row, computed in the wider dtype and rounded once."""
+def _scale(kept: Tensor, factors: Tensor | float, out: Tensor) -> None:
+    """out = factors * kept, computed in the wider dtype and rounded once; `factors` has a number
+    for each row, or is one for all."""
     rows = kept.size(0)
     if kept.device.type == "cpu":
         rows = max(_CPU_ELEMENTS * rows // max(kept.numel(), 1), 1)
-    if kept.size(0):
-        for part in zip(*(torch.split(x, rows) for x in (kept, factors, out)), strict=True):
-            torch.mul(part[0], part[1], out=part[2])
+    for start in range(0, kept.size(0), max(rows, 1)):
+        part = slice(start, start + rows)
+        factor = factors[part] if isinstance(factors, Tensor) else factors
+        torch.mul(kept[part], factor, out=out[part])
