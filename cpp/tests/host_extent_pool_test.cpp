@@ -188,7 +188,9 @@ void follows_a_model() {
   for (std::uint64_t seed = 1; seed <= 8; ++seed) {
     Random random{seed};
     Addresses upstream(160 * MiB);
-    ExtentPool pool(upstream, {32 * MiB, 8 * MiB, seed % 2 * 32 * MiB});
+    // Extents of 32, 96 and 128 granules: halves of words, words and a half, two words.
+    const std::size_t extent = std::vector<std::size_t>{2, 6, 8}[seed % 3] * MiB;
+    ExtentPool pool(upstream, {4 * extent, extent, seed % 2 * 32 * MiB});
     std::map<ExtentPool::Id, std::size_t> live;
     for (int step = 0; step < 600; ++step) {
       const std::size_t action = random.below(10);

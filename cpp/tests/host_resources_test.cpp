@@ -136,7 +136,8 @@ void budgets() {
   BudgetResource shared(upstream, options);
   CHECK(shared.budget() == 200 * MiB);
   CHECK(has(refusal([&] { shared.allocate(201 * MiB); }),
-            "the budget is 200.00 MiB (80 % of the 1000.00 MiB that a rule left when the pool was "
+            "a segment of 201.00 MiB does not fit: the budget is 200.00 MiB (80 % of the 1000.00 "
+            "MiB that a rule left when the pool was "
             "made, for 4 local ranks), of which 0 bytes are reserved"));
   options.limit = 100 * MiB;
   BudgetResource capped(upstream, options);
@@ -144,11 +145,13 @@ void budgets() {
   const Segment segment = capped.allocate(60 * MiB);
   CHECK(capped.room() == 40 * MiB);
   CHECK(has(refusal([&] { capped.allocate(50 * MiB); }),
-            "the budget is 100.00 MiB (limit_bytes), of which 60.00 MiB are reserved"));
+            "a segment of 50.00 MiB does not fit: the budget is 100.00 MiB (limit_bytes), of which "
+            "60.00 MiB are reserved"));
   // Others have taken memory since: 10 MiB of the budget would bring the OOM killer.
   available.nbytes = 10 * MiB;
   CHECK(capped.room() == 8 * MiB);
-  CHECK(has(refusal([&] { capped.allocate(10 * MiB); }), "only 10.00 MiB are available (a rule)"));
+  CHECK(has(refusal([&] { capped.allocate(10 * MiB); }),
+            "a segment of 10.00 MiB does not fit: only 10.00 MiB are available (a rule)"));
   upstream.give_back = false;
   CHECK(!capped.deallocate(segment));
   CHECK(capped.reserved() == 60 * MiB);

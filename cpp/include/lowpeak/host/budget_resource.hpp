@@ -40,11 +40,13 @@ class BudgetResource final : public SegmentResource {
   Segment allocate(std::size_t nbytes) override {
     const AvailableMemory now = options_.available();
     if (nbytes > budget_ - std::min(budget_, reserved_)) {
-      throw HostMemoryError("the budget is " + amount(budget_) + " (" + origin() + "), of which " +
-                            amount(reserved_) + " are reserved");
+      throw HostMemoryError("a segment of " + amount(nbytes) + " does not fit: the budget is " +
+                            amount(budget_) + " (" + origin() + "), of which " + amount(reserved_) +
+                            " are reserved");
     }
     if (nbytes > shared(now.nbytes)) {
-      throw HostMemoryError("only " + amount(now.nbytes) + " are available (" + now.rule +
+      throw HostMemoryError("a segment of " + amount(nbytes) + " does not fit: only " +
+                            amount(now.nbytes) + " are available (" + now.rule +
                             "), of which 80 % may be taken; " + amount(reserved_) +
                             " of a budget of " + amount(budget_) + " are reserved");
     }

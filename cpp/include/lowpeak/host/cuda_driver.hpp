@@ -11,7 +11,7 @@ namespace lowpeak::host {
 
 /// @brief CUDA's driver API, opened at run time: one build serves every CUDA, and none.
 ///
-/// The symbols are those of CUDA 4 to 11.0, whose names keep their meaning in every later driver.
+/// The symbols are those of CUDA 7.0, whose names keep their meaning in every later driver.
 /// The device's primary context, which the CUDA runtime and torch use too, is retained and never
 /// released.
 class CudaDriver final : public Driver {

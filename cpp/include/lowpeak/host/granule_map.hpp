@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
@@ -60,19 +61,25 @@ class GranuleMap {
   }
 
   void take(std::size_t first, std::size_t count) noexcept {
-    for (std::size_t i = first; i < first + count; ++i) {
-      assert(!taken(i));
-      words_[i / 64] |= std::uint64_t{1} << (i % 64);
-      if (used_[i / per_extent_]++ == 0) --free_extents_;
-    }
+    by_words(first, count,
+             [this](std::size_t extent, std::uint64_t& word, std::uint64_t mask,
+                    std::uint32_t granules) {
+               assert((word & mask) == 0);
+               word |= mask;
+               if (used_[extent] == 0) --free_extents_;
+               used_[extent] += granules;
+             });
   }
 
   void give(std::size_t first, std::size_t count) noexcept {
-    for (std::size_t i = first; i < first + count; ++i) {
-      assert(taken(i));
-      words_[i / 64] &= ~(std::uint64_t{1} << (i % 64));
-      if (--used_[i / per_extent_] == 0) ++free_extents_;
-    }
+    by_words(first, count,
+             [this](std::size_t extent, std::uint64_t& word, std::uint64_t mask,
+                    std::uint32_t granules) {
+               assert((word & mask) == mask);
+               word &= ~mask;
+               used_[extent] -= granules;
+               if (used_[extent] == 0) ++free_extents_;
+             });
   }
 
   bool taken(std::size_t granule) const noexcept {
@@ -80,6 +87,17 @@ class GranuleMap {
   }
 
  private:
+  /// Calls `change` for each part of a range that lies in one word and one extent.
+  template <typename Change>
+  void by_words(std::size_t first, std::size_t count, Change change) noexcept {
+    for (std::size_t n = 0; count > 0; first += n, count -= n) {
+      const std::size_t bit = first % 64;
+      n = std::min({count, 64 - bit, per_extent_ - first % per_extent_});
+      const std::uint64_t ones = ~std::uint64_t{0} >> (64 - n);
+      change(first / per_extent_, words_[first / 64], ones << bit, static_cast<std::uint32_t>(n));
+    }
+  }
+
   bool all_free(std::size_t first, std::size_t count) const noexcept {
     for (std::size_t i = first; i < first + count; ++i) {
       if (taken(i)) return false;
