@@ -165,7 +165,8 @@ def test_a_refusal_names_amounts_and_remedies(pool: PinnedPool) -> None:
     text = str(caught.value)
     for part in (
         "no host memory for 16.00 MiB (16777216 bytes)",
-        "a segment of 16.00 MiB does not fit: the budget is 32.00 MiB (limit_bytes), of which 20.00 MiB are reserved",
+        "a segment of 16.00 MiB does not fit: the budget is 32.00 MiB (limit_bytes), ",
+        "of which 20.00 MiB are reserved",
         "20.00 MiB of them in use",
         "drop blocks",
         "raise limit_bytes",
