@@ -42,7 +42,7 @@ class TileMetrics(ABC):
     def results(self, sums: Sums) -> dict[str, float]:
         """The metrics of the sums over all tokens: float64 tensors on the CPU, by name.
 
-        The trainer puts its prefix ("eval_") before the names.
+        The trainer puts its prefix, "eval" and an underscore, before the names.
         """
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
@@ -205,7 +205,7 @@ class CalibrationError(TileMetrics):
 
     The expected calibration error of Guo et al. 2017 (arXiv:1706.04599, equation 3): tokens fall by
     that probability into `bins` equal intervals, open on the left; the mean over the tokens of
-    |accuracy - mean probability| of their interval.
+    the distance between accuracy and mean probability of their interval.
     """
 
     def __init__(self, bins: int = 15) -> None:
