@@ -12,6 +12,7 @@ import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import tiny
@@ -110,6 +111,7 @@ def test_progress_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    datasets.enable_progress_bars()  # a test before may have switched them off for the process
     assert lengths(*MODEL, *["--streaming"] * streaming) == 0
     captured = capsys.readouterr()
     assert re.search(r"Counting tokens.*300", captured.err)
