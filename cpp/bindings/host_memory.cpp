@@ -21,12 +21,6 @@ using lowpeak::host::Block;
 using lowpeak::host::HostPool;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-/// The pool behind a shared pointer that blocks hold too: it goes with the last of them.
-struct Pool {
-  std::shared_ptr<HostPool> shared;
-  std::string why_null;
-};
-
 Pool make_pool(const std::string& backend, int device, std::size_t segment_bytes,
                std::size_t extent_bytes, std::size_t low_water_bytes,
                std::optional<std::size_t> limit, std::size_t local_ranks,

@@ -8,6 +8,7 @@
 #include "lowpeak/packing.hpp"
 
 #ifdef LOWPEAK_HOST_MEMORY
+#include "copy_engine.hpp"
 #include "host_memory.hpp"
 #endif
 
@@ -53,5 +54,6 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
         py::arg("capacity"), "Items bin after bin, and where each bin begins.");
 #ifdef LOWPEAK_HOST_MEMORY
   bind_host_memory(m);
+  bind_copy_engine(m);
 #endif
 }

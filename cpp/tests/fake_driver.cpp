@@ -1,7 +1,9 @@
 // Stands for libcuda.so.1 and libamdhip64.so where there is no GPU: the same symbols, the same
-// answers, and FAKE_FAIL names the call that fails. -DWITHOUT_REGISTER leaves one symbol out.
+// answers, and FAKE_FAIL names the call that fails, FAKE_CODE how. -DWITHOUT_REGISTER leaves one
+// symbol out.
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,7 +17,9 @@ int contexts[2];
 
 int failing(const char* call) {
   const char* name = std::getenv("FAKE_FAIL");
-  return name != nullptr && std::strcmp(name, call) == 0 ? 2 : 0;
+  if (name == nullptr || std::strcmp(name, call) != 0) return 0;
+  const char* code = std::getenv("FAKE_CODE");
+  return code == nullptr ? 2 : std::atoi(code);
 }
 
 /// A call outside a context is an error of the caller.
@@ -80,6 +84,37 @@ int cuMemFreeHost(void* data) {
   const int code = in_context("free");
   return code == 0 ? release(data) : code;
 }
+
+int cuStreamCreate(std::uintptr_t* stream, unsigned flags) {
+  *stream = 21;
+  return flags != 1 ? 1 : in_context("create_stream");
+}
+int cuStreamDestroy_v2(std::uintptr_t) { return in_context("destroy_stream"); }
+int cuStreamSynchronize(std::uintptr_t) { return in_context("synchronize"); }
+int cuStreamWaitEvent(std::uintptr_t, std::uintptr_t event, unsigned flags) {
+  return flags != 0 || event != 22 ? 1 : in_context("wait");
+}
+int cuEventCreate(std::uintptr_t* event, unsigned flags) {
+  *event = 22;
+  return flags != 2 ? 1 : in_context("create_event");
+}
+int cuEventDestroy_v2(std::uintptr_t) { return in_context("destroy_event"); }
+int cuEventRecord(std::uintptr_t event, std::uintptr_t) {
+  return event != 22 ? 1 : in_context("record");
+}
+int cuEventQuery(std::uintptr_t) { return in_context("query"); }
+int cuEventSynchronize(std::uintptr_t) { return in_context("synchronize"); }
+#ifndef WITHOUT_REGISTER
+int cuMemcpyDtoHAsync_v2(void* host, std::uintptr_t device, std::size_t nbytes, std::uintptr_t) {
+  std::memcpy(host, reinterpret_cast<void*>(device), nbytes);
+  return in_context("copy_out");
+}
+#endif
+int cuMemcpyHtoDAsync_v2(std::uintptr_t device, const void* host, std::size_t nbytes,
+                         std::uintptr_t) {
+  std::memcpy(reinterpret_cast<void*>(device), host, nbytes);
+  return in_context("copy_in");
+}
 void* fake_context() { return current_context; }
 
 int hipInit(unsigned) { return failing("init"); }
@@ -111,6 +146,36 @@ int hipHostMalloc(void** data, std::size_t nbytes, unsigned flags) {
 int hipHostFree(void* data) {
   const int code = on_device("free");
   return code == 0 ? release(data) : code;
+}
+int hipStreamCreateWithFlags(std::uintptr_t* stream, unsigned flags) {
+  *stream = 21;
+  return flags != 1 ? 1 : on_device("create_stream");
+}
+int hipStreamDestroy(std::uintptr_t) { return on_device("destroy_stream"); }
+int hipStreamSynchronize(std::uintptr_t) { return on_device("synchronize"); }
+int hipStreamWaitEvent(std::uintptr_t, std::uintptr_t event, unsigned flags) {
+  return flags != 0 || event != 22 ? 1 : on_device("wait");
+}
+int hipEventCreateWithFlags(std::uintptr_t* event, unsigned flags) {
+  *event = 22;
+  return flags != 2 ? 1 : on_device("create_event");
+}
+int hipEventDestroy(std::uintptr_t) { return on_device("destroy_event"); }
+int hipEventRecord(std::uintptr_t event, std::uintptr_t) {
+  return event != 22 ? 1 : on_device("record");
+}
+int hipEventQuery(std::uintptr_t) { return on_device("query"); }
+int hipEventSynchronize(std::uintptr_t) { return on_device("synchronize"); }
+#ifndef WITHOUT_REGISTER
+int hipMemcpyDtoHAsync(void* host, std::uintptr_t device, std::size_t nbytes, std::uintptr_t) {
+  std::memcpy(host, reinterpret_cast<void*>(device), nbytes);
+  return on_device("copy_out");
+}
+#endif
+int hipMemcpyHtoDAsync(std::uintptr_t device, const void* host, std::size_t nbytes,
+                       std::uintptr_t) {
+  std::memcpy(reinterpret_cast<void*>(device), host, nbytes);
+  return on_device("copy_in");
 }
 int fake_device() { return current_device; }
 }

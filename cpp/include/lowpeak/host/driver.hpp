@@ -9,6 +9,7 @@ namespace lowpeak::host {
 struct Outcome {
   bool ok = true;
   std::string error;
+  bool device_lost = false;  ///< No later call of this process can succeed.
 };
 
 /// @brief What host memory needs of a device's driver: one table, one implementation a backend.

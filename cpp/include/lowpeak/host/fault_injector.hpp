@@ -27,15 +27,16 @@ inline Site site_named(std::string_view name) {
 /// @brief Lets chosen calls fail, so that tests reach every path of a failure.
 ///
 /// Not synchronised: its owner's lock guards it.
-class FaultInjector {
+template <typename Place, std::size_t count>
+class FaultPlans {
  public:
   /// The next `skip` calls of the site succeed, `times` calls after them fail.
-  void fail(Site site, std::uint64_t skip, std::uint64_t times) noexcept {
+  void fail(Place site, std::uint64_t skip, std::uint64_t times) noexcept {
     plans_[static_cast<std::size_t>(site)] = {skip, times};
   }
 
   /// Counts one call of the site; whether it is to fail.
-  bool strikes(Site site) noexcept {
+  bool strikes(Place site) noexcept {
     Plan& plan = plans_[static_cast<std::size_t>(site)];
     if (plan.times == 0) return false;
     if (plan.skip > 0) {
@@ -51,7 +52,9 @@ class FaultInjector {
     std::uint64_t skip = 0;
     std::uint64_t times = 0;
   };
-  std::array<Plan, site_names.size()> plans_{};
+  std::array<Plan, count> plans_{};
 };
+
+using FaultInjector = FaultPlans<Site, site_names.size()>;
 
 }  // namespace lowpeak::host

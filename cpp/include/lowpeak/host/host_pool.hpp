@@ -105,6 +105,12 @@ class HostPool {
     return {pool_.statistics(), pinned_.statistics(), budget_.budget(), numa_node_};
   }
 
+  /// Bytes that can be had without a further segment, wherever they lie.
+  std::size_t free_bytes() const {
+    const std::lock_guard<std::mutex> lock(entered());
+    return pool_.statistics().reserved - pool_.statistics().used;
+  }
+
   /// The next `skip` calls of a site succeed, `times` calls after them fail.
   void fail(Site site, std::uint64_t skip, std::uint64_t times) {
     const std::lock_guard<std::mutex> lock(entered());
