@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,28 +15,34 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowpeak.offload import OffloadActivations
 from lowpeak.offload.engine import HostRoom
+from lowpeak.offload.native_engine import NativeSimEngine
 from lowpeak.offload.sim_engine import SimEngine
 
 MODES = ("laziest", "eager", "random")
 
 
-class WatchedEngine(SimEngine):
-    """A simulated device that keeps weak references to all device memory that passes through it."""
+# LOWPEAK_SIM_ENGINE=native: all tests with a simulated device run on the native extension's.
+NATIVE = os.environ.get("LOWPEAK_SIM_ENGINE") == "native"
+
+
+class Watching:
+    """For a simulated device: weak references to all device memory that passes through it."""
 
     def __init__(self, *, seed: int = 0, mode: Any = "random", **options: Any) -> None:
-        super().__init__(seed=seed, mode=mode, **options)
+        super().__init__(seed=seed, mode=mode, **options)  # type: ignore[call-arg]
         self.passed: dict[int, StorageWeakRef] = {}
         self.rooms = 0
 
     def empty(self, device: torch.device, nbytes: int) -> Tensor:
-        return self._watch(super().empty(device, nbytes))
+        memory: Tensor = super().empty(device, nbytes)  # type: ignore[misc]
+        return self._watch(memory)
 
     def copy_out(self, source: Tensor, room: HostRoom) -> Any:
-        return super().copy_out(self._watch(source), room)
+        return super().copy_out(self._watch(source), room)  # type: ignore[misc]
 
     def allocate(self, device: torch.device, nbytes: int) -> Any:
         self.rooms += 1
-        return super().allocate(device, nbytes)
+        return super().allocate(device, nbytes)  # type: ignore[misc]
 
     def held(self) -> int:
         """Storages of the device that are alive and were once copied from or to."""
@@ -48,14 +55,24 @@ class WatchedEngine(SimEngine):
         return memory
 
 
-ENGINES: WeakKeyDictionary[OffloadActivations, WatchedEngine] = WeakKeyDictionary()
+class WatchedEngine(Watching, NativeSimEngine if NATIVE else SimEngine):  # type: ignore[misc]
+    """The simulated device of most tests."""
+
+
+class WatchedNativeEngine(Watching, NativeSimEngine):
+    """The native extension's, where a test asks for it."""
+
+
+ENGINES: WeakKeyDictionary[OffloadActivations, Any] = WeakKeyDictionary()
 Forward = Callable[[list[Tensor]], Tensor]
 
 
-def simulated(mode: str = "laziest", seed: int = 0, **options: Any) -> OffloadActivations:
+def simulated(
+    mode: str = "laziest", seed: int = 0, *, native: bool = False, **options: Any
+) -> OffloadActivations:
     """Everything is offloaded at once unless `options` say otherwise."""
     defaults = {"policy": "all", "min_bytes": 1, "keep_last": 0}
-    engine = WatchedEngine(seed=seed, mode=mode)
+    engine = (WatchedNativeEngine if native else WatchedEngine)(seed=seed, mode=mode)
     context = OffloadActivations(**{**defaults, **options}, device_backend=engine)
     ENGINES[context] = engine
     return context

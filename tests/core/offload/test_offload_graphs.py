@@ -51,6 +51,7 @@ class Setting:
     window_bytes: int | None
     keep_last: int
     use_streams: bool
+    native: bool = False
 
     def context(self) -> OffloadActivations:
         policy = {
@@ -60,6 +61,7 @@ class Setting:
         return simulated(
             self.mode,
             self.seed,
+            native=self.native,
             policy=policy,
             min_bytes=self.min_bytes,
             window_bytes=self.window_bytes,

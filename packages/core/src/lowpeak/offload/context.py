@@ -12,6 +12,7 @@ import torch
 from lowpeak.offload import checkpoints
 from lowpeak.offload.engine import Backend, CopyEngine, NullEngine
 from lowpeak.offload.handle import Packed, unpack_saved
+from lowpeak.offload.native_engine import NativeEngine
 from lowpeak.offload.packing import Packer, Role
 from lowpeak.offload.policy import PolicyName, SavedTensor, make_policy
 from lowpeak.offload.prefetch import Generation
@@ -44,8 +45,9 @@ class OffloadActivations:
     backward asks for them first.
 
     `device_backend`: "auto" is "torch" (CUDA, ROCm, XPU) where there is a device and otherwise
-    "null", with which the context does nothing; "sim" lets CPU tensors play a device's; an object
-    is used as the engine (`lowpeak.offload.engine.CopyEngine`).
+    "null", with which the context does nothing; "native" is the native extension's engine on CUDA
+    and ROCm; "sim" lets CPU tensors play a device's; an object is used as the engine
+    (`lowpeak.offload.engine.CopyEngine`).
 
     A tensor changed in place after it was saved raises autograd's own error in backward. With
     `on_mutation="snapshot"` a moved tensor gives its value at saving instead, at the price of a
@@ -201,7 +203,8 @@ def choose_engine(
 ) -> CopyEngine | NullEngine:
     """The engine of a backend's name, or the object itself.
 
-    Raises ValueError for another name, and for "torch" where torch has no device to copy from.
+    Raises ValueError for another name, for "torch" and "native" where torch has no device that they
+    can copy from, and for "native" without streams; ImportError where "native" was not built.
     """
     if not isinstance(device_backend, str):
         return device_backend
@@ -214,6 +217,8 @@ def choose_engine(
             f"device_backend={device_backend!r} is none of {get_args(Backend)} and no engine"
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device_backend == "native":
+        return _native_engine(accelerator, use_streams=use_streams)
     if accelerator is not None and accelerator.type in DEVICE_TYPES:
         return TorchEngine(accelerator.type, use_streams=use_streams)
     if device_backend == "torch":
@@ -222,6 +227,20 @@ def choose_engine(
             "'auto' does nothing where there is none, 'sim' lets CPU tensors play a device's"
         )
     return NullEngine()
+
+
+def _native_engine(accelerator: torch.device | None, *, use_streams: bool) -> CopyEngine:
+    if accelerator is None or accelerator.type != "cuda":
+        raise ValueError(
+            f"device_backend='native' needs a device of CUDA or ROCm, torch has {accelerator}: "
+            "'auto' takes what there is"
+        )
+    if not use_streams:
+        raise ValueError(
+            "device_backend='native' always copies beside the computation: leave use_streams=False "
+            "out, or take device_backend='torch'"
+        )
+    return NativeEngine()
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

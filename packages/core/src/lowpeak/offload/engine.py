@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
-Backend = Literal["auto", "torch", "sim", "null"]
+Backend = Literal["auto", "torch", "native", "sim", "null"]
 
 
 class HostRoom(Protocol):

@@ -11,7 +11,7 @@ from lowpeak.native import native_available
 from lowpeak.offload.errors import OffloadHostMemoryError
 
 if TYPE_CHECKING:
-    from lowpeak._native import PinnedBlock
+    from lowpeak._native import CopyEngine, PinnedBlock
 
 __all__ = ["PinnedPool", "PinnedPoolStats"]
 
@@ -164,6 +164,17 @@ class PinnedPool:
                 "pools; raise limit_bytes, or leave it out; give the job more host memory or fewer "
                 "local ranks (LOCAL_WORLD_SIZE)"
             ) from None
+
+    def copy_engine(
+        self, backend: str, device: int, *, mode: str = "random", seed: int = 0
+    ) -> "CopyEngine":
+        """Streams and copies of a device over this memory, by addresses: see `native_engine`.
+
+        `backend`: "cuda", "hip", "null" or "sim", which alone has a `mode` and a `seed`.
+        """
+        from lowpeak._native import CopyEngine
+
+        return CopyEngine(pool=self._native, backend=backend, device=device, mode=mode, seed=seed)
 
     def stats(self) -> PinnedPoolStats:
         """What the pool holds now, its peaks, and what it met so far."""
