@@ -156,11 +156,37 @@ def test_native(session: nox.Session) -> None:
         folder = str(Path(session.create_tmp()) / name)
         options = ["-DLOWPEAK_TESTS=ON", "-DLOWPEAK_WERROR=ON", f"-DLOWPEAK_SANITIZE={sanitizers}"]
         session.run("cmake", "-S", "cpp", "-B", folder, "-G", "Ninja", *options)
-        targets = ["--target", "host_pool_test"] if threads_only else []
+        threaded = ["host_pool", "copy_process"]
+        targets = ["--target", *(f"{name}_test" for name in threaded)] if threads_only else []
         session.run("cmake", "--build", folder, *targets)
-        tests = ["--tests-regex", "^host_pool$"] if threads_only else []
+        tests = ["--tests-regex", f"^({'|'.join(threaded)})$"] if threads_only else []
+        slow = [] if "--run-slow" in session.posargs else ["--label-exclude", "slow"]
         ctest = ("ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=error")
-        session.run(*ctest, *tests)
+        session.run(*ctest, *tests, *slow)
+
+
+@nox.session(name="test-mutations")
+def test_mutations(session: nox.Session) -> None:
+    """Leave each wait of the copy engine out in turn: its C++ tests must fail every time."""
+    session.install(*group("native"))
+    text = (ROOT / "cpp/include/lowpeak/copy/waits.hpp").read_text(encoding="utf-8")
+    waits = re.findall(r"^  (\w+),", text, flags=re.MULTILINE)  # "none" is 0: all are kept
+    folder = Path(session.create_tmp()) / "mutations"
+    unnoticed = []
+    for number, name in enumerate(waits):
+        options = ["-DLOWPEAK_TESTS=ON", f"-DLOWPEAK_LEFT_OUT_WAIT={number}"]
+        session.run("cmake", "-S", "cpp", "-B", str(folder), "-G", "Ninja", *options, silent=True)
+        session.run("cmake", "--build", str(folder), "--target", "copy_engine_test", silent=True)
+        test = str(folder / "tests/copy_engine_test")
+        # CHECK ends the test with 1; a crash or a test that hangs would be no finding.
+        ended = [0] if number == 0 else [0, 1]
+        said = session.run(test, external=True, silent=True, success_codes=ended)
+        failed = "CHECK(" in str(said)
+        session.log(f"{name}: {str(said).strip() if failed else 'the tests pass'}")
+        if number > 0 and not failed:
+            unnoticed.append(name)
+    if unnoticed:
+        session.error(f"the tests do not notice the absence of {', '.join(unnoticed)}")
 
 
 @nox.session
