@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowpeak.native import native_available
 from lowpeak_bench.offload import (
     BASELINE,
     OffloadResult,
@@ -137,3 +139,16 @@ def test_peaks(tmp_path: Path) -> None:
         assert (one["bytes_out"] > 0) == (one["row"] != BASELINE)
     found = {(one["checkpointing"], one["row"]): one["peak_bytes"] for one in results}
     assert found[False, "lowpeak all"] < found[False, BASELINE]
+
+
+@pytest.mark.skipif(
+    not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
+)
+def test_rows_of_the_native_engine_move_the_same(tmp_path: Path) -> None:
+    rows = ["--rows", LOWPEAK[1], f"{LOWPEAK[1]} native", f"{LAST} native"]
+    status, results, _ = run(tmp_path, "--settings", f"{TOKENS}", *rows, *SIMULATED)
+    assert status == 0
+    ours, native, everything = results
+    for name in ("bytes_out", "bytes_back", "host_bytes", "gradient_norm"):
+        assert ours[name] == native[name]
+    assert everything["bytes_out"] > native["bytes_out"] == (LAYERS - 1) * INPUT_BYTES

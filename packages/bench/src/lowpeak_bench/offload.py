@@ -23,6 +23,7 @@ from lowpeak_bench.failures import reason
 from lowpeak_bench.offload_rows import (
     BASELINE,
     LOWPEAK,
+    NATIVE,
     ROWS,
     Helper,
     Moved,
@@ -331,7 +332,7 @@ def parser() -> argparse.ArgumentParser:
         default=settings,
         help=f"TOKENS, or TOKENS{PLAIN} for layers without checkpoints",
     )
-    add("--rows", nargs="+", choices=ROWS, help="None takes those that tell something")
+    add("--rows", nargs="+", choices=(*ROWS, *NATIVE), help="None takes those that tell something")
     add("--attention", default="lowpeak", help="of the body, for all rows")
     add("--config", choices=tuple(CONFIGS), default="gemma-3-1b")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if on_cuda else "float32")
@@ -339,7 +340,7 @@ def parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=5, help="most timed steps of a row")
     add("--warmup", type=int, default=2, help="most steps of a row before the timed ones")
     add("--enough-seconds", type=float, default=2.0, help="of a row's steps; then no more follow")
-    add("--device-backend", choices=("auto", "torch", "sim", "null"), help="of lowpeak")
+    add("--device-backend", choices=("auto", "torch", "native", "sim", "null"), help="of lowpeak")
     add("--min-bytes", type=int, help="of lowpeak")
     add("--window-bytes", type=table.parse_bytes, help="of lowpeak")
     add("--keep-last", type=int, help="of lowpeak")
@@ -368,7 +369,7 @@ def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) ->
     title = f"{options.config} without its head, {options.dtype}, attention {options.attention}"
     stream.write(table.heading(title, stream))
     stream.write(render_results(finished))
-    return int(any(one.failure and one.row in (BASELINE, *LOWPEAK) for one in finished))
+    return int(any(one.failure and one.row in (BASELINE, *LOWPEAK, *NATIVE) for one in finished))
 
 
 def _write_json(options: argparse.Namespace, block: Any, results: Sequence[OffloadResult]) -> None:

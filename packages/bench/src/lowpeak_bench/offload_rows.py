@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.offload import OffloadActivations
+from lowpeak.offload.native_engine import NativeSimEngine
 
 BASELINE = "none"
 LOWPEAK = ("lowpeak auto", "lowpeak checkpoint_inputs", "lowpeak all")
 TRL = "TRL OffloadActivations"
 SAVE_ON_CPU = "torch save_on_cpu"
 ROWS = (BASELINE, *LOWPEAK, TRL, SAVE_ON_CPU)
+WITH_NATIVE = " native"
+# Only where they are named: the native engine is opt-in.
+NATIVE = tuple(name + WITH_NATIVE for name in LOWPEAK)
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,12 @@ def make_helper(
     if name in LOWPEAK:
         policy: Any = name.removeprefix("lowpeak ")
         return Ours(OffloadActivations(policy, **ours))
+    if name in NATIVE:
+        simulated = ours.get("device_backend") == "sim"
+        backend = NativeSimEngine(mode="eager") if simulated else "native"
+        return make_helper(
+            name.removesuffix(WITH_NATIVE), body, device, {**ours, "device_backend": backend}
+        )
     if name == TRL:
         module = importlib.import_module("trl.models.activation_offloading")
         context = module.get_act_offloading_ctx_manager(model=body, warn_if_no_head=False)
