@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -33,17 +34,25 @@ class Rig {
   std::vector<Shared> all_;
 
  public:
+  using Pool = std::shared_ptr<lowpeak::host::HostPool>;
+
   template <typename... Arguments>
-  explicit Rig(std::size_t limit, Arguments... arguments)
-      : streams(std::make_shared<Streams>(arguments...)) {
-    lowpeak::host::HostPoolOptions options;
-    options.pool = {2 * MiB, 2 * MiB, 0};
-    options.budget.limit = limit;
-    pool = std::make_shared<lowpeak::host::HostPool>(std::make_shared<lowpeak::host::SimDriver>(),
-                                                     options);
+  explicit Rig(std::size_t limit, Arguments... arguments) : Rig(make_pool(limit), arguments...) {}
+
+  template <typename... Arguments>
+  explicit Rig(Pool host, Arguments... arguments)
+      : streams(std::make_shared<Streams>(arguments...)), pool(std::move(host)) {
     engine = std::make_unique<lowpeak::copy::CopyEngine>(pool, streams);
     CHECK(streams->create_stream(&compute).ok);
     CHECK(streams->create_stream(&other).ok);
+  }
+
+  static Pool make_pool(std::size_t limit) {
+    lowpeak::host::HostPoolOptions options;
+    options.pool = {2 * MiB, 2 * MiB, 0};
+    options.budget.limit = limit;
+    return std::make_shared<lowpeak::host::HostPool>(std::make_shared<lowpeak::host::SimDriver>(),
+                                                     options);
   }
 
   Shared memory(std::size_t nbytes) {
@@ -89,7 +98,7 @@ class Rig {
   }
 
   std::shared_ptr<Streams> streams;
-  std::shared_ptr<lowpeak::host::HostPool> pool;
+  Pool pool;
   std::unique_ptr<lowpeak::copy::CopyEngine> engine;
   Stream compute = 0;
   Stream other = 0;

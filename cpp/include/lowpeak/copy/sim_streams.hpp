@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -32,13 +33,27 @@ inline SimMode sim_mode_named(const std::string& name) {
   throw std::invalid_argument("mode is none of laziest, eager, random: " + name);
 }
 
+/// Which of `count` streams does its next thing, or `count`: none of them for now.
+using Choice = std::function<std::size_t(std::size_t count)>;
+
+/// What a mode chooses; the seed is for what it does not say.
+inline Choice choice_of(SimMode mode, std::uint64_t seed) {
+  return [mode, random = std::mt19937_64(seed)](std::size_t count) mutable -> std::size_t {
+    if (mode == SimMode::laziest) return count;
+    if (mode == SimMode::random && random() % 5 >= 2) return count;
+    return random() % count;
+  };
+}
+
 /// @brief Streams without a device, run in one thread, by a schedule that means ill.
 ///
-/// Stream 0 is the host itself: what it did is done, and when it waits, things run until it need
-/// not. So a program that computes on the host can be the device's computation.
+/// Whenever something happened that a device could have used to go on, the choice is asked whether
+/// it did. Stream 0 is the host itself: what it did is done, and when it waits, things run until it
+/// need not. So a program that computes on the host can be the device's computation.
 class SimStreams final : public StreamDriver {
  public:
-  SimStreams(SimMode mode, std::uint64_t seed) : mode_(mode), random_(seed) {}
+  explicit SimStreams(Choice choose) : choose_(std::move(choose)) {}
+  SimStreams(SimMode mode, std::uint64_t seed) : SimStreams(choice_of(mode, seed)) {}
 
   const char* name() const noexcept override { return "sim"; }
 
@@ -152,11 +167,10 @@ class SimStreams final : public StreamDriver {
   }
 
   void tick() {
-    if (mode_ == SimMode::laziest) return;
-    while (mode_ == SimMode::eager || random_() % 5 < 2) {
-      const std::vector<Stream> streams = runnable();
-      if (streams.empty()) return;
-      run_head(streams[random_() % streams.size()]);
+    for (auto streams = runnable(); !streams.empty(); streams = runnable()) {
+      const std::size_t chosen = choose_(streams.size());
+      if (chosen >= streams.size()) return;
+      run_head(streams[chosen]);
     }
   }
 
@@ -174,9 +188,8 @@ class SimStreams final : public StreamDriver {
     if (operation.reaches) operation.reaches->passed = true;
   }
 
-  const SimMode mode_;
+  Choice choose_;
   std::mutex mutex_;
-  std::mt19937_64 random_;
   std::uintptr_t handles_ = 0;
   std::map<Stream, std::deque<Operation>> queues_;
   std::map<Event, std::shared_ptr<Point>> events_;
