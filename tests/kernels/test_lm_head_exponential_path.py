@@ -23,7 +23,7 @@ from lowpeak.kernels.lm_head_gradient import gradient_tile_torch
 from lowpeak.kernels.lm_head_scaled_rows import scaled_rows_torch
 from lowpeak.kernels.lm_head_weight_gradient import accumulate_halves_torch
 from lowpeak.kernels.logit_transform import TileTransform, transform_tile_torch
-from lowpeak.lm_head import chunk_gradients, chunks, exponentials, forward, tiles
+from lowpeak.lm_head import chunk_gradients, chunk_walk, chunks, exponentials, forward, tiles
 from lowpeak.lm_head.planner import TilePlan, override
 
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
@@ -62,7 +62,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[li
     if device.type == "cpu":
         serve = "products_serve"
         monkeypatch.setattr(tiles, serve, lambda *x: all(one.dtype == BF16 for one in x))
-        for module in (forward, exponentials):
+        for module in (forward, chunk_walk):
             monkeypatch.setattr(module, "fold_product_triton", fold_product_torch)
         monkeypatch.setattr(exponentials, "finish_exponentials_triton", finish_exponentials_torch)
         monkeypatch.setattr(exponentials, "gradient_tile_triton", gradient_tile_torch)

@@ -16,7 +16,7 @@ from lm_head_checks import (
 from torch import Tensor
 
 from lowpeak.kernels.lm_head_fold_product import SPAN_COLUMNS
-from lowpeak.lm_head import backward, forward, single_pass, tiles
+from lowpeak.lm_head import backward, chunk_walk, forward, tiles
 from lowpeak.lm_head.planner import TilePlan, override, plan_products
 
 pytest.importorskip("triton", reason="Triton ships with torch on Linux only")
@@ -33,9 +33,9 @@ def products(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[
     def watch(module: Any, name: str) -> None:
         original = getattr(module, name)
 
-        def product(*arguments: Any) -> None:
+        def product(*arguments: Any, **options: Any) -> None:
             ran.append(name)
-            original(*arguments)
+            original(*arguments, **options)
 
         monkeypatch.setattr(module, name, product)
 
@@ -45,7 +45,7 @@ def products(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[
     if device.type == "cpu":
         monkeypatch.setattr(tiles, "products_serve", serve)
     watch(forward, "fold_product_triton")
-    watch(single_pass, "fold_product_triton")
+    watch(chunk_walk, "fold_product_triton")
     watch(backward, "gradient_product_triton")
     yield ran
     assert ran, "no product ran"

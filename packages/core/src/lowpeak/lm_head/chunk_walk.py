@@ -7,9 +7,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..kernels.lm_head_exponentials import Exponentials
+from ..kernels.lm_head_fold import Folded, RowStatistics
+from ..kernels.lm_head_fold_product import SPAN_COLUMNS, fold_product_triton
 from .low_rank_inputs import LowRankFactors, join_into, joined_width
 from .planner import TilePlan
-from .tiles import HeadInputs, TileWalk
+from .tiles import HeadInputs, TileWalk, slice_or_none
 
 
 class ChunkWalk(TileWalk):
@@ -38,6 +41,29 @@ class ChunkWalk(TileWalk):
         for start in range(0, block.size(0), self._room.size(0)):
             end = min(start + self._room.size(0), block.size(0))
             yield start, end, join_into(self._room, block[start:end], self.low.weight[start:end])
+
+    def fold_products(
+        self,
+        rows: tuple[int, int],
+        weight: Tensor,
+        targets: Tensor,
+        sums: RowStatistics,
+        folded: Folded,
+        kept: Tensor | Exponentials,
+    ) -> None:
+        """Fold the logits of rows [first, last) while they are made, and keep them or their
+        exponentials in `kept`. `weight` is the block; `targets` and `sums` are of these rows."""
+        inputs = self.inputs.rows(*rows)
+        hidden = self.hidden[rows[0] : rows[1]]
+        for start, end, part in self.parts(weight):
+            bias = slice_or_none(inputs.bias, start, end)
+            room = (
+                {"logits": kept[:, start:end]}
+                if isinstance(kept, Tensor)
+                else {"exponentials": kept.part(start, end, SPAN_COLUMNS)}
+            )
+            options = (targets, inputs.temperature, sums, start, inputs.transform, folded)
+            fold_product_triton(hidden, part, bias, *options, **room)
 
     def own_hidden(self, start: int, end: int) -> Tensor:
         """Rows [start, end) of the head's hidden, [n, H], without an addition's columns."""

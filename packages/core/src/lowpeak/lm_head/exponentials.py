@@ -18,13 +18,13 @@ from ..kernels.hopper_products import BLOCK_V
 from ..kernels.lm_head_exponential_rows import guess_units_triton, scale_exponentials_triton
 from ..kernels.lm_head_exponentials import Exponentials, finish_exponentials_triton
 from ..kernels.lm_head_fold import Folded, RowStatistics
-from ..kernels.lm_head_fold_product import SPAN_COLUMNS, fold_product_triton
+from ..kernels.lm_head_fold_product import SPAN_COLUMNS
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_triton
 from .chunk_gradients import PassGradients, ScaledChunk
 from .chunk_walk import ChunkWalk
 from .chunks import Keep, accumulates_in_halves
 from .statistics import finish_statistics, row_coefficients
-from .tiles import HeadInputs, slice_or_none
+from .tiles import HeadInputs
 
 
 class Upstream(NamedTuple):
@@ -52,7 +52,7 @@ def exponential_gradients(
         for first, last in walk.row_blocks():
             part, wanted = sums.rows(first, last), targets[first:last]
             kept = _room(walk, weight, wanted, first, last)
-            _fold(walk, weight, wanted, part, folded, kept, first, last)
+            walk.fold_products((first, last), weight, wanted, part, folded, kept)
             outputs, upstream = upstream_of(part, first, last)
             alone = not of_logits and tuple(upstream) == ("log_probs",)
             others = finish_exponentials_triton(kept, wanted, part.target, not alone)
@@ -63,10 +63,11 @@ def exponential_gradients(
                 gradients.add_scaled(ScaledChunk(kept.tile, wanted, *factors), first, last, weight)
                 continue
             total = others + torch.exp(part.target - kept.unit)
-            mine = own.rows(first, last)
-            mine.maximum.copy_(kept.unit)
-            mine.sum_exp.copy_(others)
-            mine.target.copy_(part.target)
+            if keep.normalizer:
+                mine = own.rows(first, last)
+                mine.maximum.copy_(kept.unit)
+                mine.sum_exp.copy_(others)
+                mine.target.copy_(part.target)
             if outputs is None:
                 outputs = finish_statistics(part, vocabulary, ())
             outputs = {**outputs, "centre": kept.unit, "sum_exp": total}
@@ -88,32 +89,6 @@ def _room(walk: ChunkWalk, weight: Tensor, targets: Tensor, first: int, last: in
     blocks, spans = -(-vocabulary // BLOCK_V), -(-vocabulary // SPAN_COLUMNS)
     excess, sums = (torch.empty((n, rows), device=unit.device) for n in (blocks, spans))
     return Exponentials(walk.room(first, last, weight), unit, excess, sums)
-
-
-def _fold(
-    walk: ChunkWalk,
-    weight: Tensor,
-    targets: Tensor,
-    sums: RowStatistics,
-    folded: Folded,
-    kept: Exponentials,
-    first: int,
-    last: int,
-) -> None:
-    inputs = walk.inputs.rows(first, last)
-    for start, end, block in walk.parts(weight):
-        fold_product_triton(
-            walk.hidden[first:last],
-            block,
-            slice_or_none(inputs.bias, start, end),
-            targets,
-            inputs.temperature,
-            sums,
-            start,
-            inputs.transform,
-            folded,
-            exponentials=kept.part(start, end, SPAN_COLUMNS),
-        )
 
 
 def _turn(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.lm_head_fold import Folded, RowStatistics, fold_tile_torch, fold_tile_triton
-from ..kernels.lm_head_fold_product import fold_product_triton
 from ..kernels.lm_head_gradient import RowCoefficients, gradient_tile_torch, gradient_tile_triton
 from ..kernels.lm_head_target import target_coefficients_torch, target_coefficients_triton
 from .chunk_gradients import PassGradients
@@ -25,7 +24,7 @@ from .chunks import Keep, accumulates_in_halves, keeps_exponentials
 from .exponentials import Upstream, exponential_gradients
 from .forward import empty_statistics, fold_tiles, folded_for
 from .statistics import finish_statistics, normalise, power_of_two, row_coefficients
-from .tiles import HeadInputs, slice_or_none, use_products, use_triton
+from .tiles import HeadInputs, use_products, use_triton
 
 # outputs of rows [first, last) and these bounds -> expected gradients of those rows
 Expect = Callable[[Mapping[str, Tensor], int, int], Mapping[str, Tensor]]
@@ -176,18 +175,7 @@ def _make_gradients(
             common = (inputs.bias, targets[first:last], inputs.rows(first, last).temperature)
             if products:
                 logits = walk.room(first, last, weight)
-                for start, end, block in walk.parts(weight):
-                    fold_product_triton(
-                        walk.hidden[first:last],
-                        block,
-                        slice_or_none(inputs.bias, start, end),
-                        *common[1:],
-                        part,
-                        start,
-                        inputs.transform,
-                        folded,
-                        logits[:, start:end],
-                    )
+                walk.fold_products((first, last), weight, common[1], part, folded, logits)
             else:
                 logits = walk.logits(first, last, weight)
                 fold(logits, *common, part, 0, inputs.transform, folded)
