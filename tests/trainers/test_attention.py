@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import methods
@@ -21,29 +22,7 @@ from lowpeak.attention.pattern import lowpeak_mask
 LENGTHS = [3, 30, 7, 12]
 PACKED = {"packing": True, "max_length": 33}
 PADDING_FREE = {"padding_free": True, "max_length": None}
-
-
-def gemma3():
-    """Two layers, the first with a window of 4 tokens, weights as `tiny.llama()` has them."""
-    torch.manual_seed(0)
-    return transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(
-            vocab_size=tiny.VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=128,
-            initializer_range=0.3,
-            sliding_window=4,
-            layer_types=["sliding_attention", "full_attention"],
-            pad_token_id=tiny.PAD,
-            bos_token_id=tiny.BOS,
-            eos_token_id=tiny.EOS,
-        )
-    )
+gemma3 = functools.partial(tiny.gemma3, window=4)
 
 
 def build(folder, library=lowpeak_trainers, *, model=None, callbacks=None, **options):
@@ -65,7 +44,7 @@ def attention_of(trainer):
 
 
 @pytest.mark.parametrize("layout", [{}, PACKED, PADDING_FREE], ids=["padded", "packed", "free"])
-@pytest.mark.parametrize("make", [tiny.llama, gemma3])
+@pytest.mark.parametrize("make", [tiny.llama, gemma3], ids=["llama", "gemma3"])
 def test_c4_documents_as_each_alone(make, layout, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lowpeak")
     record = oracle.GradientRecord()

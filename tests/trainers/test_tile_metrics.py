@@ -62,30 +62,7 @@ def all_metrics():
     )
 
 
-def gemma3():
-    """Of two layers, one with a window, and logits that the soft cap bends."""
-    torch.manual_seed(0)
-    return transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(
-            vocab_size=tiny.VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=128,
-            initializer_range=0.3,
-            sliding_window=8,
-            layer_types=["sliding_attention", "full_attention"],
-            final_logit_softcapping=4.0,
-            pad_token_id=tiny.PAD,
-            bos_token_id=tiny.BOS,
-            eos_token_id=tiny.EOS,
-        )
-    )
-
-
+gemma3 = functools.partial(tiny.gemma3, window=8, softcap=4.0)
 MODELS = {"llama": tiny.llama, "gemma3": gemma3}
 
 

@@ -1,5 +1,7 @@
 """Tiny models, tokenizer and data sets of `lowpeak_bench.parity`, for the tests."""
 
+import torch
+import transformers
 from datasets import Dataset
 
 from lowpeak_bench.parity.tiny import (
@@ -34,6 +36,7 @@ __all__ = [
     "VOCABULARY",
     "Dataset",
     "documents",
+    "gemma3",
     "guessable_documents",
     "guessable_ids",
     "judged",
@@ -48,3 +51,27 @@ __all__ = [
     "tokenizer",
     "words",
 ]
+
+
+def gemma3(window, softcap=None):
+    """Two layers, the first with a window of so many tokens, weights as `llama()` has them."""
+    torch.manual_seed(0)
+    return transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+            sliding_window=window,
+            layer_types=["sliding_attention", "full_attention"],
+            final_logit_softcapping=softcap,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+        )
+    )
