@@ -120,7 +120,7 @@ def offline_site(session: nox.Session) -> str:
     """A PYTHONPATH with the three packages, made without network from what is installed here."""
     folders = [str(ROOT / path / "src") for path in DISTRIBUTIONS]
     if can_build_here():
-        site = Path(session.create_tmp()) / "site"
+        site = Path(session.create_tmp()).resolve() / "site"  # tests change the folder
         shutil.rmtree(site, ignore_errors=True)
         offline = ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(site)]
         session.run(sys.executable, "-m", "pip", "install", *offline, *DISTRIBUTIONS, external=True)

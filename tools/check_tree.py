@@ -1,6 +1,7 @@
-"""Check what no linter knows: symlinks, versions, ASCII, module length, and who imports whom."""
+"""Check what no linter knows: symlinks, versions, ASCII, module length, imports and includes."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ FORBIDDEN = {
     "packages/core/src": {"lowpeak_trainers", "lowpeak_bench", "trl"},
     "packages/trainers/src": {"lowpeak_bench"},
 }
+# A static libstdc++, as in portable wheels, and the one that torch loaded mix up their streams' locale
+# facets: numbers are misread, or the process dies.
+STREAMS = re.compile(r"#include <(fstream|iomanip|iostream|istream|ostream|regex|sstream)>")
+NATIVE = ("cpp/bindings", "cpp/include", "cpp/src")
 SOURCES = ("benchmarks", "cpp", "docs", "kernels", "packages", "tests", "tools")
 SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".md", ".toml", ".txt"}
 BUILT = {"build", "_build", "__pycache__"}
@@ -93,12 +98,21 @@ def wrong_imports() -> Iterator[str]:
                 yield f"{name}:{line}: must not import {package}"
 
 
+def wrong_includes() -> Iterator[str]:
+    """Standard streams in what is linked into the extension."""
+    for path in source_files():
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(NATIVE):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if STREAMS.match(line):
+                    yield f"{name}:{number}: no standard streams in the extension"
+
+
 def main() -> int:
     """Print every finding; 0 when there is none."""
-    findings = [*wrong_links(), *wrong_versions(), *wrong_texts(), *wrong_imports()]
-    print(
-        "\n".join(findings) if findings else "tree: symlinks, versions, texts and imports are fine"
-    )
+    checks = (wrong_links, wrong_versions, wrong_texts, wrong_imports, wrong_includes)
+    findings = [finding for check in checks for finding in check()]
+    print("\n".join(findings) if findings else "tree: all checks are fine")
     return 1 if findings else 0
 
 

@@ -55,3 +55,12 @@ def test_long_and_non_ascii_modules_are_found(planted: Path) -> None:
     findings = list(check_tree.wrong_texts())
     assert len(findings) == 402
     assert findings[-1] == "kernels/op.py has 401 lines; split what is over 400"
+
+
+def test_standard_streams_in_the_extension_are_found(planted: Path) -> None:
+    for folder in ("include", "tests"):
+        header = planted / "cpp" / folder / "a.hpp"
+        header.parent.mkdir(parents=True)
+        header.write_text("#pragma once\n#include <fstream>\n", encoding="utf-8")
+    found = list(check_tree.wrong_includes())
+    assert found == ["cpp/include/a.hpp:2: no standard streams in the extension"]

@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <fstream>
 #include <limits>
 #include <optional>
-#include <sstream>
 #include <string>
+#include <string_view>
+
+#include "lowpeak/host/text_file.hpp"
 
 namespace lowpeak::host {
 
@@ -22,20 +23,16 @@ namespace detail {
 
 /// The first number of a file; nothing where there is no file, or a word such as "max" in it.
 inline std::optional<std::size_t> number_in(const std::string& path) {
-  std::ifstream file(path);
-  std::size_t value = 0;
-  return file >> value ? std::optional(value) : std::nullopt;
+  return leading_number<std::size_t>(text_of_file(path));
 }
 
-/// The number after `key` in a file of "key number" lines.
+/// The number after `key` and a space in a file of "key number" lines.
 inline std::optional<std::size_t> number_after(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  std::string line;
-  while (std::getline(file, line)) {
-    std::istringstream words(line);
-    std::string first;
-    std::size_t value = 0;
-    if (words >> first >> value && first == key) return value;
+  const std::string text = text_of_file(path);
+  std::string_view rest = text;
+  while (!rest.empty()) {
+    const std::string_view line = next_line(rest);
+    if (line.rfind(key + " ", 0) == 0) return leading_number<std::size_t>(line.substr(key.size()));
   }
   return std::nullopt;
 }
@@ -43,9 +40,10 @@ inline std::optional<std::size_t> number_after(const std::string& path, const st
 /// The process's path in the hierarchy of the memory controller: "0::/a/b" in version 2,
 /// "4:memory:/a/b" in version 1.
 inline std::string cgroup_path(const std::string& root, bool version_2) {
-  std::ifstream file(root + "/proc/self/cgroup");
-  std::string line;
-  while (std::getline(file, line)) {
+  const std::string text = text_of_file(root + "/proc/self/cgroup");
+  std::string_view rest = text;
+  while (!rest.empty()) {
+    const std::string line(next_line(rest));
     const std::size_t first = line.find(':');
     const std::size_t second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;

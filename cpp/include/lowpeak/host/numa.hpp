@@ -7,8 +7,9 @@
 #include <array>
 #include <cctype>
 #include <cstddef>
-#include <fstream>
 #include <string>
+
+#include "lowpeak/host/text_file.hpp"
 
 namespace lowpeak::host {
 
@@ -21,9 +22,8 @@ inline int node_of_pci_device(std::string bus_id, const std::string& root = "") 
   // Drivers may write a domain of eight digits, sysfs writes four.
   const std::size_t colon = bus_id.find(':');
   if (colon != std::string::npos && colon > 4) bus_id.erase(0, colon - 4);
-  std::ifstream file(root + "/sys/bus/pci/devices/" + bus_id + "/numa_node");
-  int node = -1;
-  return file >> node ? node : -1;
+  const std::string text = text_of_file(root + "/sys/bus/pci/devices/" + bus_id + "/numa_node");
+  return leading_number<int>(text).value_or(-1);
 }
 
 /// @brief Asks that the pages of a range, none of them touched yet, come from a node if they can.
