@@ -23,8 +23,8 @@ FORBIDDEN = {
     "packages/core/src": {"lowpeak_trainers", "lowpeak_bench", "trl"},
     "packages/trainers/src": {"lowpeak_bench"},
 }
-# A static libstdc++, as in portable wheels, and the one that torch loaded mix up their streams' locale
-# facets: numbers are misread, or the process dies.
+# A static libstdc++, as in portable wheels, and the one that torch loaded mix up the locale facets
+# of their streams: numbers are misread, or the process dies.
 STREAMS = re.compile(r"#include <(fstream|iomanip|iostream|istream|ostream|regex|sstream)>")
 NATIVE = ("cpp/bindings", "cpp/include", "cpp/src")
 SOURCES = ("benchmarks", "cpp", "docs", "kernels", "packages", "tests", "tools")

@@ -24,9 +24,9 @@ struct Copy {
 };
 
 std::unique_ptr<CopyEngine> make_engine(const Pool& pool, const std::string& backend, int device,
-                                        const std::string& mode, std::uint64_t seed) {
-  return std::make_unique<CopyEngine>(pool.shared,
-                                      lowpeak::copy::make_streams(backend, device, mode, seed));
+                                        const std::string& mode, std::uint64_t seed, bool beside) {
+  return std::make_unique<CopyEngine>(
+      pool.shared, lowpeak::copy::make_streams(backend, device, mode, seed), beside);
 }
 
 py::dict statistics(CopyEngine& engine) {
@@ -40,26 +40,34 @@ py::dict statistics(CopyEngine& engine) {
   result["copies_in"] = all.copies_in;
   result["bytes_out"] = all.bytes_out;
   result["bytes_in"] = all.bytes_in;
+  result["plain_bytes_out"] = all.plain_bytes_out;
+  result["plain_bytes_in"] = all.plain_bytes_in;
   result["transfers"] = all.transfers;
   result["handovers"] = all.handovers;
   result["failures"] = all.failures;
   result["events"] = all.events;
   result["leaving"] = all.leaving;
+  result["ring_bytes"] = all.ring_bytes;
+  result["plain_reserved_bytes"] = all.plain_reserved_bytes;
+  result["plain_live_bytes"] = all.plain_live_bytes;
   return result;
 }
 
 }  // namespace
 
 void bind_copy_engine(py::module_& m) {
-  py::register_exception<lowpeak::copy::CopyError>(m, "CopyError", PyExc_RuntimeError);
+  py::register_local_exception<lowpeak::copy::CopyError>(m, "CopyError", PyExc_RuntimeError);
   py::class_<Copy>(m, "NativeCopy", py::release_gil_before_calling_cpp_dtor(),
                    "The end of a copy.");
   py::class_<CopyEngine>(m, "CopyEngine", py::release_gil_before_calling_cpp_dtor(),
                          "Copies between a device and a HostPool, by addresses, sizes and handles "
                          "of streams; see lowpeak.offload.native_engine.")
       .def(py::init(&make_engine), Unlocked(), py::kw_only(), py::arg("pool"), py::arg("backend"),
-           py::arg("device"), py::arg("mode"), py::arg("seed"))
-      .def("allocate", &CopyEngine::allocate, Unlocked(), py::arg("nbytes"))
+           py::arg("device"), py::arg("mode"), py::arg("seed"), py::arg("beside"))
+      .def("allocate", &CopyEngine::allocate, Unlocked(), py::arg("nbytes"),
+           py::arg("may_grow") = true)
+      .def("allocate_plain", &CopyEngine::allocate_plain, Unlocked(), py::arg("nbytes"))
+      .def("begin_step", &CopyEngine::begin_step, Unlocked(), py::arg("idle_steps"))
       .def("release", &CopyEngine::release, Unlocked(), py::arg("room"))
       .def(
           "copy_out",

@@ -33,7 +33,7 @@ Pool make_pool(const std::string& backend, int device, std::size_t segment_bytes
   options.threads = threads;
   Pool pool;
   auto driver = lowpeak::host::make_driver(backend, device, &pool.why_null);
-  pool.shared = std::make_shared<HostPool>(std::move(driver), std::move(options));
+  pool.shared = std::make_shared<HostPool>(std::move(driver), options);
   return pool;
 }
 
@@ -46,6 +46,7 @@ py::dict statistics(const Pool& pool) {
   py::dict result;
   result["backend"] = pool.shared->driver().name();
   result["pinned"] = pool.shared->driver().pins();
+  result["integrated"] = pool.shared->driver().integrated();
   result["numa_node"] = all.numa_node;
   result["budget_bytes"] = all.budget;
   result["reserved_bytes"] = all.pool.reserved;
@@ -58,6 +59,7 @@ py::dict statistics(const Pool& pool) {
   result["blocks"] = all.pool.allocations;
   result["growths"] = all.pool.growths;
   result["trimmed_segments"] = all.pool.trimmed_segments;
+  result["idle_segments"] = all.pool.idle_segments;
   result["refusals"] = all.pool.refusals;
   result["pin_seconds"] = all.pin.pin_seconds;
   result["driver_calls"] = all.pin.driver_calls;
@@ -157,8 +159,9 @@ void bind_pool(py::module_& m) {
 }  // namespace
 
 void bind_host_memory(py::module_& m) {
-  py::register_exception<lowpeak::host::HostMemoryError>(m, "HostMemoryError", PyExc_RuntimeError);
-  py::register_exception<lowpeak::host::BackendError>(m, "BackendError", PyExc_RuntimeError);
+  py::register_local_exception<lowpeak::host::HostMemoryError>(m, "HostMemoryError",
+                                                               PyExc_RuntimeError);
+  py::register_local_exception<lowpeak::host::BackendError>(m, "BackendError", PyExc_RuntimeError);
   bind_block(m);
   bind_pool(m);
   // Python ends before exit() runs its handlers, and may destroy pools in between.

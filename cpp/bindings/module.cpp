@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <exception>
+#include <stdexcept>
 #include <vector>
 
 #include "lowpeak/build_info.hpp"
@@ -45,10 +47,31 @@ py::tuple best_fit_decreasing(const Integers& lengths, std::int64_t capacity) {
   return py::make_tuple(copied(packing.items), copied(packing.offsets));
 }
 
+/// What the standard library throws. Without this, pybind11 asks the modules that were loaded
+/// before, torch's among them, which would throw our exceptions again by their own libstdc++.
+void translate_standard_exceptions() {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const py::builtin_exception& error) {
+      error.set_error();
+    } catch (const py::error_already_set&) {
+      throw;  // pybind11 restores it itself
+    } catch (const std::bad_alloc& error) {
+      py::set_error(PyExc_MemoryError, error.what());
+    } catch (const std::invalid_argument& error) {
+      py::set_error(PyExc_ValueError, error.what());
+    } catch (const std::exception& error) {
+      py::set_error(PyExc_RuntimeError, error.what());
+    }
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
   m.doc() = "Native part of lowpeak: no libtorch, no CUDA runtime.";
+  translate_standard_exceptions();
   m.def("build_info", &build_info, "How the extension was built.");
   m.def("best_fit_decreasing", &best_fit_decreasing, py::arg("lengths").noconvert(),
         py::arg("capacity"), "Items bin after bin, and where each bin begins.");

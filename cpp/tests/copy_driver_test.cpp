@@ -88,6 +88,12 @@ void each_call_tells_its_error(const std::string& backend, const std::string& pr
   CHECK(fails("copy_out", [&] { engine.copy_out(room, from, 3, 5); }));
   CHECK(fails("copy_in", [&] { engine.copy_in(room, to, 3, 5, out); }));
   CHECK(fails("synchronize", [&] { engine.synchronize(); }));
+  const auto plain = engine.allocate_plain(3);
+  const Ticket there = engine.copy_out(plain, from, 3, 5);
+  unsigned char again[3] = {};
+  engine.copy_in(plain, reinterpret_cast<std::uintptr_t>(again), 3, 5, there);
+  CHECK(again[2] == 3);
+  CHECK(fails("run_on_host", [&] { engine.copy_out(plain, from, 3, 5); }));
   CHECK(fails("push", [&] { engine.done(in); }));
   CHECK(fails("create_stream", [&] { CopyEngine(make_pool(), make_streams(backend, 1, "", 0)); }));
   CHECK(engine.done(in));

@@ -22,6 +22,7 @@ constexpr std::size_t size = 70 * Sim::KiB;
 
 struct Tally {
   int steps_right = 0;
+  int in_plain_memory = 0;
   int kept_on_device = 0;
   int errors = 0;
   int engines_lost = 0;
@@ -52,8 +53,13 @@ void save(Sim& rig, Saved& saved, Tally& tally) {
   try {
     saved.room = rig.engine->allocate(size);
   } catch (const HostMemoryError&) {
-    ++tally.kept_on_device;  // the value stays where it is
-    return;
+    try {
+      saved.room = rig.engine->allocate_plain(size);
+      ++tally.in_plain_memory;
+    } catch (const HostMemoryError&) {
+      ++tally.kept_on_device;  // the value stays where it is
+      return;
+    }
   }
   try {
     saved.out = rig.out(*saved.room, saved.source);
@@ -117,7 +123,7 @@ void inject(Sim& rig, std::mt19937_64& random, bool loses) {
     }
     rig.pool->trim(0);
   }
-  rig.engine->fail(static_cast<CopySite>(1 + random() % 7), skip, times, loses);
+  rig.engine->fail(static_cast<CopySite>(random() % copy_site_names.size()), skip, times, loses);
 }
 
 void repair(Sim& rig) {
@@ -151,16 +157,21 @@ void failures_at_random(int rounds) {
       lost = true;
       ++tally.engines_lost;
     }
-    if (lost || round % 50 == 0) rig = fresh(modes[random() % 3], random());
+    if (lost || round % 20 == 0) {
+      rig = fresh(modes[random() % 3], random());
+      if (random() % 4 == 0) rig->within();
+    }
     CHECK(step(*rig, tally));
     rig->engine->synchronize();
-    CHECK(rig->engine->statistics().leaving == 0);
-    CHECK(rig->pool->statistics().pool.live == 0);
+    const CopyStatistics statistics = rig->engine->statistics();
+    CHECK(statistics.leaving == 0 && statistics.plain_live_bytes == 0);
+    CHECK(rig->pool->statistics().pool.live == statistics.ring_bytes);
   }
-  std::printf("%d right, %d errors, %d kept on the device, %d engines lost\n", tally.steps_right,
-              tally.errors, tally.kept_on_device, tally.engines_lost);
+  std::printf("%d right, %d errors, %d in plain memory, %d kept on the device, %d engines lost\n",
+              tally.steps_right, tally.errors, tally.in_plain_memory, tally.kept_on_device,
+              tally.engines_lost);
   CHECK(tally.steps_right > rounds / 20 && tally.errors > rounds / 4);
-  CHECK(tally.kept_on_device > 0 && tally.engines_lost > 0);
+  CHECK(tally.kept_on_device > 0 && tally.engines_lost > 0 && tally.in_plain_memory > 0);
 }
 
 void a_lost_device_is_left_alone() {

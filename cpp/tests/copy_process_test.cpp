@@ -41,8 +41,9 @@ int in_child(Action action) {
 /// Random programs on streams that are threads.
 void programs_on_threaded_streams() {
   for (std::uint64_t seed = 0; seed < 6; ++seed) {
-    Threaded rig(2 * MiB, seed);
-    Program<ThreadedStreams>(rig, seed).run(60);
+    Threaded rig(16 * MiB, seed);
+    if (seed % 3 == 2) rig.within();
+    Program<ThreadedStreams>(rig, seed, seed % 2 == 1).run(60);
   }
 }
 
@@ -116,6 +117,7 @@ class Departed final : public StreamDriver {
   Outcome synchronize_event(Event) override { _exit(2); }
   Outcome copy_out(std::byte*, std::uintptr_t, std::size_t, Stream) override { return {}; }
   Outcome copy_in(std::uintptr_t, const std::byte*, std::size_t, Stream) override { return {}; }
+  Outcome run_on_host(std::function<void()>, Stream) override { return {}; }
 };
 
 /// Destroyed by exit(), when the driver may be gone.

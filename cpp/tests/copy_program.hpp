@@ -14,7 +14,9 @@ class Program {
  public:
   using TheRig = Rig<Streams>;
 
-  Program(TheRig& rig, std::uint64_t seed) : rig_(rig), random_(seed) {}
+  /// @param plain  Half of the values go to plain memory.
+  Program(TheRig& rig, std::uint64_t seed, bool plain = false)
+      : rig_(rig), random_(seed), plain_(plain) {}
 
   void run(int steps) {
     for (int step = 0; step < steps; ++step) {
@@ -37,7 +39,9 @@ class Program {
     while (!saved_.empty()) drop();
     rig_.compute_all();
     rig_.engine->synchronize();
-    CHECK(rig_.pool->statistics().pool.live == 0);
+    const auto statistics = rig_.engine->statistics();
+    CHECK(rig_.pool->statistics().pool.live == statistics.ring_bytes);
+    CHECK(statistics.plain_live_bytes == 0);
   }
 
  private:
@@ -53,7 +57,8 @@ class Program {
     const std::size_t nbytes = (random_() % 3 == 0 ? 192 : 128) * TheRig::KiB;
     lowpeak::copy::Rooms::Id room = 0;
     try {
-      room = rig_.engine->allocate(nbytes);
+      const bool plain = plain_ && random_() % 2 == 0;
+      room = plain ? rig_.engine->allocate_plain(nbytes) : rig_.engine->allocate(nbytes);
     } catch (const lowpeak::host::HostMemoryError&) {
       drop();
       return;
@@ -119,6 +124,7 @@ class Program {
 
   TheRig& rig_;
   std::mt19937_64 random_;
+  bool plain_;
   std::deque<Saved> saved_;
   std::vector<std::shared_ptr<typename TheRig::Memory>> idle_;
 };

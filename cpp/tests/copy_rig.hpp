@@ -47,6 +47,12 @@ class Rig {
     CHECK(streams->create_stream(&other).ok);
   }
 
+  /// Another engine, whose copies are a part of the stream that is current.
+  void within() {
+    engine.reset();
+    engine = std::make_unique<lowpeak::copy::CopyEngine>(pool, streams, false);
+  }
+
   static Pool make_pool(std::size_t limit) {
     lowpeak::host::HostPoolOptions options;
     options.pool = {2 * MiB, 2 * MiB, 0};
@@ -95,6 +101,11 @@ class Rig {
   lowpeak::copy::Ticket in(lowpeak::copy::Rooms::Id room, const Shared& target,
                            const lowpeak::copy::Ticket& after) {
     return engine->copy_in(room, target->address(), target->bytes.size(), compute, after);
+  }
+
+  lowpeak::copy::Ticket in_on(Stream current, lowpeak::copy::Rooms::Id room, const Shared& target,
+                              const lowpeak::copy::Ticket& after) {
+    return engine->copy_in(room, target->address(), target->bytes.size(), current, after);
   }
 
   std::shared_ptr<Streams> streams;

@@ -37,6 +37,13 @@ int release(void* data) {
   return 0;
 }
 
+/// FAKE_INTEGRATED: the attribute that says so, as its number.
+int attribute(int* value, int asked) {
+  const char* integrated = std::getenv("FAKE_INTEGRATED");
+  *value = integrated != nullptr && std::atoi(integrated) == asked ? 1 : 0;
+  return failing("attribute");
+}
+
 int bus_id(char* text, int size, int device) {
   std::snprintf(text, static_cast<std::size_t>(size), "0000:%02X:00.0", device + 0xA0);
   return failing("pci_bus_id");
@@ -59,6 +66,7 @@ int cuGetErrorString(int code, const char** text) {
   *text = code == 2 ? "out of memory" : nullptr;
   return 0;
 }
+int cuDeviceGetAttribute(int* value, int asked, int) { return attribute(value, asked); }
 int cuDeviceGetPCIBusId(char* text, int size, int device) { return bus_id(text, size, device); }
 int cuCtxPushCurrent_v2(void* context) {
   if (const int code = failing("push")) return code;
@@ -115,6 +123,13 @@ int cuMemcpyHtoDAsync_v2(std::uintptr_t device, const void* host, std::size_t nb
   std::memcpy(reinterpret_cast<void*>(device), host, nbytes);
   return in_context("copy_in");
 }
+#ifndef WITHOUT_REGISTER
+int cuLaunchHostFunc(std::uintptr_t, void (*function)(void*), void* data) {
+  const int code = in_context("run_on_host");
+  if (code == 0) function(data);
+  return code;
+}
+#endif
 void* fake_context() { return current_context; }
 
 int hipInit(unsigned) { return failing("init"); }
@@ -123,6 +138,7 @@ int hipGetDeviceCount(int* count) {
   return 0;
 }
 const char* hipGetErrorString(int code) { return code == 2 ? "out of memory" : nullptr; }
+int hipDeviceGetAttribute(int* value, int asked, int) { return attribute(value, asked); }
 int hipDeviceGetPCIBusId(char* text, int size, int device) { return bus_id(text, size, device); }
 int hipGetDevice(int* device) {
   *device = current_device;
@@ -177,5 +193,12 @@ int hipMemcpyHtoDAsync(std::uintptr_t device, const void* host, std::size_t nbyt
   std::memcpy(reinterpret_cast<void*>(device), host, nbytes);
   return on_device("copy_in");
 }
+#ifndef WITHOUT_REGISTER
+int hipLaunchHostFunc(std::uintptr_t, void (*function)(void*), void* data) {
+  const int code = on_device("run_on_host");
+  if (code == 0) function(data);
+  return code;
+}
+#endif
 int fake_device() { return current_device; }
 }

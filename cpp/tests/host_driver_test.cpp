@@ -51,7 +51,15 @@ void nothing_is_left_current() {
 }
 
 template <typename Table>
-void answers(Table& driver, const std::string& prefix) {
+void answers(Table& driver, const std::string& prefix, const char* integrated) {
+  CHECK(!driver.integrated());
+  setenv("FAKE_INTEGRATED", integrated, 1);
+  CHECK(driver.integrated());
+  {
+    const Failing failing("attribute");
+    CHECK(!driver.integrated());
+  }
+  unsetenv("FAKE_INTEGRATED");
   std::byte memory[4];
   void* data = nullptr;
   CHECK(driver.pins());
@@ -100,8 +108,8 @@ void a_pool_over(const char* backend) {
 void working_drivers() {
   CudaDriver cuda(1);
   HipDriver hip(1);
-  answers(cuda, "CUDA");
-  answers(hip, "HIP");
+  answers(cuda, "CUDA", "18");
+  answers(hip, "HIP", "16");
   a_pool_over("cuda");
   a_pool_over("hip");
   std::string why;

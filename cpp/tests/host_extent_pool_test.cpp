@@ -133,6 +133,40 @@ void trim_gives_the_top_back_first() {
   CHECK(pool.statistics().trimmed_segments == 6);
 }
 
+/// A segment goes when so many whole steps took, held and gave nothing of it.
+void idle_segments_go_back() {
+  Addresses upstream(GiB);
+  ExtentPool pool(upstream, {16 * MiB, 8 * MiB, 16 * MiB});
+  std::vector<ExtentPool::Id> ids(4);
+  for (auto& id : ids) id = pool.allocate_block(16 * MiB);
+  for (int step = 0; step < 5; ++step) CHECK(pool.begin_step(0) == 0);  // all of it is held
+  pool.release(ids[3]);
+  pool.release(ids[2]);
+  CHECK(pool.begin_step(2) == 0);
+  ids[2] = pool.allocate_block(MiB);
+  pool.release(ids[2]);
+  CHECK(pool.begin_step(2) == 0);
+  CHECK(pool.begin_step(2) == 16 * MiB);  // the fourth: two steps went by without it
+  CHECK(pool.begin_step(2) == 16 * MiB);
+  CHECK(pool.statistics().idle_segments == 2);
+  pool.release(ids[1]);
+  pool.release(ids[0]);
+  for (int step = 0; step < 9; ++step) pool.begin_step(2);
+  CHECK(pool.statistics().reserved == 16 * MiB);  // the low-water mark
+  CHECK(pool.statistics().idle_segments == 3);
+  CHECK(pool.statistics().trimmed_segments == 3);
+}
+
+void growth_can_be_forbidden() {
+  Addresses upstream(GiB);
+  ExtentPool pool(upstream, {16 * MiB, 8 * MiB, 0});
+  CHECK_THROWS(pool.allocate_record(MiB, false), HostMemoryError);
+  pool.release(pool.allocate_record(MiB));
+  pool.allocate_record(16 * MiB, false);
+  CHECK_THROWS(pool.allocate_block(MiB, false), HostMemoryError);
+  CHECK(pool.statistics().growths == 1 && pool.statistics().refusals == 0);
+}
+
 void growth_takes_what_is_allowed() {
   Addresses upstream(100 * MiB);
   ExtentPool pool(upstream, {64 * MiB, 8 * MiB, 0});
@@ -292,6 +326,8 @@ int main() {
   small_ones_share_an_extent();
   records_take_what_is_scattered();
   trim_gives_the_top_back_first();
+  idle_segments_go_back();
+  growth_can_be_forbidden();
   growth_takes_what_is_allowed();
   growth_is_content_with_what_is_needed();
   growth_counts_the_tail_where_it_goes();

@@ -121,9 +121,13 @@ void what_the_driver_keeps_is_not_unmapped() {
 /// Hands out addresses without memory behind them.
 class Addresses final : public SegmentResource {
  public:
-  Segment allocate(std::size_t nbytes) override { return {nullptr, nbytes, false}; }
+  Segment allocate(std::size_t nbytes) override {
+    if (refuse) throw HostMemoryError("refused");
+    return {nullptr, nbytes, false};
+  }
   bool deallocate(const Segment&) noexcept override { return give_back; }
   bool give_back = true;
+  bool refuse = false;
 };
 
 void budgets() {
@@ -131,16 +135,18 @@ void budgets() {
   AvailableMemory available{1000 * MiB, "a rule"};
   BudgetOptions options;
   options.available = [&] { return available; };
-  CHECK(BudgetResource(upstream, options).budget() == 800 * MiB);
+  CHECK(Budget(options).total() == 800 * MiB);
   options.local_ranks = 4;
-  BudgetResource shared(upstream, options);
-  CHECK(shared.budget() == 200 * MiB);
-  CHECK(has(refusal([&] { shared.allocate(201 * MiB); }),
+  Budget of_ranks(options);
+  CHECK(of_ranks.total() == 200 * MiB);
+  CHECK(has(refusal([&] { of_ranks.take(201 * MiB); }),
             "a segment of 201.00 MiB does not fit: the budget is 200.00 MiB (80 % of the 1000.00 "
             "MiB that a rule left when the pool was "
-            "made, for 4 local ranks), of which 0 bytes are reserved"));
+            "made, for 4 local ranks), of which 0 bytes are reserved; 1000.00 MiB are available (a "
+            "rule)"));
   options.limit = 100 * MiB;
-  BudgetResource capped(upstream, options);
+  const auto budget = std::make_shared<Budget>(options);
+  BudgetResource capped(upstream, budget);
   CHECK(capped.room() == 100 * MiB);
   const Segment segment = capped.allocate(60 * MiB);
   CHECK(capped.room() == 40 * MiB);
@@ -151,13 +157,26 @@ void budgets() {
   available.nbytes = 10 * MiB;
   CHECK(capped.room() == 8 * MiB);
   CHECK(has(refusal([&] { capped.allocate(10 * MiB); }),
-            "a segment of 10.00 MiB does not fit: only 10.00 MiB are available (a rule)"));
+            "a segment of 10.00 MiB does not fit: only 80 % of what is available may be taken; "
+            "the budget is 100.00 MiB (limit_bytes), of which 60.00 MiB are reserved; 10.00 MiB "
+            "are available (a rule)"));
+  available.nbytes = 1000 * MiB;
+  upstream.refuse = true;
+  CHECK(has(refusal([&] { capped.allocate(20 * MiB); }),
+            "refused; the budget is 100.00 MiB (limit_bytes), of which 60.00 MiB are reserved"));
+  upstream.refuse = false;
+  // Another resource reserves what this one leaves.
+  BudgetResource other(upstream, budget);
+  const Segment rest = other.allocate(40 * MiB);
+  CHECK(capped.room() == 0);
+  CHECK(other.deallocate(rest));
+  CHECK(capped.room() == 40 * MiB);
   upstream.give_back = false;
   CHECK(!capped.deallocate(segment));
-  CHECK(capped.reserved() == 60 * MiB);
+  CHECK(budget->reserved() == 60 * MiB);
   upstream.give_back = true;
   CHECK(capped.deallocate(segment));
-  CHECK(capped.reserved() == 0);
+  CHECK(budget->reserved() == 0);
 }
 
 }  // namespace

@@ -129,6 +129,7 @@ def test_torch_gives_its_memory_back_before_a_refusal(monkeypatch: pytest.Monkey
     assert len(emptied) == 1
     engine.release(second)
     engine.release(engine.allocate(CPU, MIB))
+    engine.begin_forward()
     with pytest.raises(OffloadHostMemoryError):
         engine.allocate(CPU, 4 * MIB)
     assert len(emptied) == 2

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -9,8 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "lowpeak/copy/bounce.hpp"
 #include "lowpeak/copy/device.hpp"
 #include "lowpeak/copy/event_pool.hpp"
+#include "lowpeak/copy/order.hpp"
 #include "lowpeak/copy/rooms.hpp"
 #include "lowpeak/copy/stream_driver.hpp"
 #include "lowpeak/copy/waits.hpp"
@@ -25,31 +28,41 @@ struct CopyStatistics {
   std::uint64_t copies_in = 0;
   std::uint64_t bytes_out = 0;
   std::uint64_t bytes_in = 0;
-  std::uint64_t transfers = 0;  ///< Calls of the driver: one a run of host memory.
+  std::uint64_t plain_bytes_out = 0;  ///< Those of them that went to plain memory.
+  std::uint64_t plain_bytes_in = 0;
+  std::uint64_t transfers = 0;  ///< Pieces of pinned memory that were copied.
   std::uint64_t handovers = 0;  ///< Rooms that were used again while copies still used them.
   std::uint64_t failures = 0;   ///< Calls of the driver that failed.
   std::size_t events = 0;       ///< Events that were made.
   std::size_t leaving = 0;      ///< Rooms that were given up, and that copies use now.
+  std::size_t ring_bytes = 0;   ///< Pinned bytes that plain memory is copied through.
+  std::size_t plain_reserved_bytes = 0;
+  std::size_t plain_live_bytes = 0;
 };
 
 /// @brief Copies between one device and a pool of host memory, beside the device's computation.
 ///
-/// Two streams, one a direction. Memory of the device is addresses and sizes, its streams are
-/// handles: whoever calls keeps the memory alive until done() or until after wait(). `current` is
-/// the stream that the caller computes on. Each method is for any thread; none but synchronize()
-/// and the destructor waits for the device. In a forked child all throw host::ForkedError, except
-/// release() and the destructor, which do nothing. A device that is lost is not called any more:
-/// everything throws CopyError, and the memory that copies may touch stays as it is.
+/// Two streams, one a direction; or, where they are to be a part of the computation, the stream of
+/// whoever asks. Where pinned memory is refused there is plain memory (see Bounce). Memory of the
+/// device is addresses and sizes, its streams are handles: whoever calls keeps the memory alive
+/// until done() or until after wait(). `current` is the stream that the caller computes on. Each
+/// method is for any thread; none but synchronize() and the destructor waits for the device. In a
+/// forked child all throw host::ForkedError, except release() and the destructor, which do nothing.
+/// A device that is lost is not called any more: everything throws CopyError, and the memory that
+/// copies may touch stays as it is.
 class CopyEngine {
  public:
+  /// @param beside  False: copies are a part of the stream that is current.
   /// @throws CopyError
-  CopyEngine(std::shared_ptr<host::HostPool> pool, std::shared_ptr<StreamDriver> driver)
-      : pool_(std::move(pool)),
-        device_(std::make_shared<Device>(std::move(driver))),
+  CopyEngine(std::shared_ptr<host::HostPool> pool, std::shared_ptr<StreamDriver> driver,
+             bool beside = true)
+      : device_(std::make_shared<Device>(std::move(driver))),
         events_(std::make_shared<EventPool>(device_)),
-        rooms_(std::make_unique<Rooms>(pool_, device_)),
-        out_(device_->create_stream()),
-        in_(device_->create_stream()) {}
+        order_(device_, events_),
+        memory_(std::make_unique<Memory>(pool, device_, order_)),
+        beside_(beside),
+        out_(beside ? device_->create_stream() : 0),
+        in_(beside ? device_->create_stream() : 0) {}
 
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
@@ -59,23 +72,40 @@ class CopyEngine {
       leak();
       return;
     }
-    rooms_.reset();
+    memory_.reset();
+    if (!beside_) return;
     device_->destroy_stream(out_);
     device_->destroy_stream(in_);
   }
 
   const char* name() const noexcept { return device_->name(); }
 
+  /// A pinned room.
+  /// @param may_grow  Whether the pool may ask for a further segment, which takes milliseconds.
   /// @throws host::HostMemoryError
-  Rooms::Id allocate(std::size_t nbytes) {
+  Rooms::Id allocate(std::size_t nbytes, bool may_grow = true) {
     const std::lock_guard<std::mutex> lock(entered());
-    return rooms_->allocate(nbytes);
+    return memory_->rooms.allocate(nbytes, may_grow);
+  }
+
+  /// A room of plain memory, which copies reach at the rate of one thread of the host.
+  /// @throws host::HostMemoryError where the budget, or pinned memory for the ring, is used up
+  Rooms::Id allocate_plain(std::size_t nbytes) {
+    const std::lock_guard<std::mutex> lock(entered());
+    memory_->bounce.prepare();
+    return memory_->rooms.allocate_plain(nbytes);
+  }
+
+  /// A step begins: segments of host memory that none of the last `idle_steps` used go back.
+  void begin_step(std::uint64_t idle_steps) {
+    const std::lock_guard<std::mutex> lock(entered());
+    memory_->rooms.begin_step(idle_steps);
   }
 
   void release(Rooms::Id room) {
     if (!guard_.may_release()) return;
     const std::lock_guard<std::mutex> lock(mutex_);
-    rooms_->release(room);
+    memory_->rooms.release(room);
   }
 
   /// From the device into a room, after all that `current` has queued.
@@ -83,19 +113,24 @@ class CopyEngine {
   Ticket copy_out(Rooms::Id id, std::uintptr_t source, std::size_t nbytes, Stream current) {
     const std::lock_guard<std::mutex> lock(entered());
     Room& room = fitting(id, nbytes);
-    auto ended = std::make_shared<const PooledEvent>(events_);
-    order(out_, current, Wait::out_for_source);
-    if (room.read != nullptr && kept(Wait::out_for_reader)) {
-      device_->wait(out_, room.read->event());
-    }
-    issue(ended, out_, current, room.written, [&] {
+    const bool plain = memory_->rooms.is_plain(room);
+    const Stream side = beside_ ? out_ : current;
+    const Lanes lanes{side, plain && beside_ ? memory_->bounce.out() : side};
+    order_.streams(side, current, Wait::out_for_source);
+    order_.after(lanes.host, room.read, Wait::out_for_reader);
+    if (!beside_) order_.after(lanes.host, room.written, Wait::out_for_others);
+    const Ticket ended = issue({lanes.device, lanes.host}, current, room.written, [&] {
+      if (plain) return memory_->bounce.copy_out(room.runs, source, lanes);
       std::uintptr_t from = source;
       for (const host::Run& run : room.runs) {
-        device_->copy_out(run.data, from, run.nbytes, out_);
+        device_->copy_out(run.data, from, run.nbytes, side);
         from += run.nbytes;
       }
     });
-    count(statistics_.copies_out, statistics_.bytes_out, room);
+    ++statistics_.copies_out;
+    statistics_.bytes_out += nbytes;
+    (plain ? statistics_.plain_bytes_out : statistics_.transfers) +=
+        plain ? nbytes : room.runs.size();
     return ended;
   }
 
@@ -106,17 +141,24 @@ class CopyEngine {
                  const Ticket& after) {
     const std::lock_guard<std::mutex> lock(entered());
     Room& room = fitting(id, nbytes);
-    auto ended = std::make_shared<const PooledEvent>(events_);
-    order(in_, current, Wait::in_for_target);
-    if (kept(Wait::in_for_copy_out)) device_->wait(in_, after->event());
-    issue(ended, in_, current, room.read, [&] {
+    const bool plain = memory_->rooms.is_plain(room);
+    const Stream side = beside_ ? in_ : current;
+    const Lanes lanes{side, plain && beside_ ? memory_->bounce.in() : side};
+    order_.streams(side, current, Wait::in_for_target);
+    order_.after(lanes.host, after, Wait::in_for_copy_out);
+    if (!beside_) order_.after(lanes.host, room.read, Wait::in_for_others);
+    const Ticket ended = issue({lanes.host, lanes.device}, current, room.read, [&] {
+      if (plain) return memory_->bounce.copy_in(room.runs, target, lanes);
       std::uintptr_t to = target;
       for (const host::Run& run : room.runs) {
-        device_->copy_in(to, run.data, run.nbytes, in_);
+        device_->copy_in(to, run.data, run.nbytes, side);
         to += run.nbytes;
       }
     });
-    count(statistics_.copies_in, statistics_.bytes_in, room);
+    ++statistics_.copies_in;
+    statistics_.bytes_in += nbytes;
+    (plain ? statistics_.plain_bytes_in : statistics_.transfers) +=
+        plain ? nbytes : room.runs.size();
     return ended;
   }
 
@@ -129,13 +171,13 @@ class CopyEngine {
   /// Lets `current` go on after a copy only.
   void wait(const Ticket& ticket, Stream current) {
     const std::lock_guard<std::mutex> lock(entered());
-    if (kept(Wait::user_for_copy)) device_->wait(current, ticket->event());
+    order_.after(current, ticket, Wait::user_for_copy);
   }
 
   /// Lets `current` go on after all that `marked` has queued only.
   void follow(Stream current, Stream marked) {
     const std::lock_guard<std::mutex> lock(entered());
-    order(current, marked, Wait::follow_mark);
+    order_.streams(current, marked, Wait::follow_mark);
   }
 
   /// Blocks the host until every copy has ended; other threads may go on.
@@ -143,27 +185,27 @@ class CopyEngine {
     std::vector<Ticket> ends;
     {
       const std::lock_guard<std::mutex> lock(entered());
-      for (const Stream stream : {out_, in_}) {
-        auto end = std::make_shared<const PooledEvent>(events_);
-        device_->record(end->event(), stream);
-        ends.push_back(std::move(end));
-      }
+      for (const auto& [stream, end] : ends_) ends.push_back(end);
     }
     for (const Ticket& end : ends) {
       if (kept(Wait::host_for_copies)) device_->synchronize_event(end->event());
     }
     const std::lock_guard<std::mutex> lock(mutex_);
-    rooms_->collect();
+    memory_->rooms.collect();
   }
 
   CopyStatistics statistics() {
     const std::lock_guard<std::mutex> lock(entered());
-    rooms_->collect();
+    memory_->rooms.collect();
+    const host::PoolStatistics plain = memory_->rooms.plain();
     CopyStatistics result = statistics_;
-    result.handovers = rooms_->handovers();
-    result.leaving = rooms_->leaving();
+    result.handovers = memory_->rooms.handovers();
+    result.leaving = memory_->rooms.leaving();
     result.failures = device_->failures();
     result.events = events_->made();
+    result.ring_bytes = memory_->bounce.nbytes();
+    result.plain_reserved_bytes = plain.reserved;
+    result.plain_live_bytes = plain.live;
     return result;
   }
 
@@ -173,13 +215,28 @@ class CopyEngine {
   }
 
  private:
+  /// All that copies may touch: it ends after them.
+  struct Memory {
+    Memory(const std::shared_ptr<host::HostPool>& pool, const std::shared_ptr<Device>& device,
+           const Order& order)
+        : rooms(pool, device), bounce(pool, device, order) {}
+    Rooms rooms;
+    Bounce bounce;
+  };
+
+  /// The streams of a copy, the last of which ends it.
+  struct Course {
+    Stream first;
+    Stream last;
+  };
+
   std::mutex& entered() const {
     guard_.check();
     return mutex_;
   }
 
   Room& fitting(Rooms::Id id, std::size_t nbytes) {
-    Room& room = rooms_->at(id);
+    Room& room = memory_->rooms.at(id);
     if (room.nbytes != nbytes) {
       throw std::invalid_argument("room " + std::to_string(id) + " has " +
                                   std::to_string(room.nbytes) + " bytes, not " +
@@ -188,56 +245,46 @@ class CopyEngine {
     return room;
   }
 
-  /// What `later` does from now on comes after all that `earlier` has queued.
-  void order(Stream later, Stream earlier, Wait reason) {
-    if (later == earlier) return;
-    const PooledEvent mark(events_);
-    device_->record(mark.event(), earlier);
-    if (kept(reason)) device_->wait(later, mark.event());
-  }
-
   template <typename Copies>
-  void issue(const Ticket& ended, Stream side, Stream current, Ticket& last, Copies copies) {
+  Ticket issue(const Course& course, Stream current, Ticket& last, Copies copies) {
+    const Ticket ended = order_.ticket();
     try {
       copies();
-      device_->record(ended->event(), side);
+      device_->record(ended->event(), course.last);
     } catch (const CopyError&) {
-      give_up(ended, side, current, last);
+      give_up(ended, course, current, last);
       throw;
     }
-    last = ended;
+    ends_[course.last] = last = ended;
+    return ended;
   }
 
   /// After a copy that failed half way: the other half may still be copied.
-  void give_up(const Ticket& ended, Stream side, Stream current, Ticket& last) {
+  void give_up(const Ticket& ended, const Course& course, Stream current, Ticket& last) {
     try {
-      device_->record(ended->event(), side);
-      last = ended;
-      if (kept(Wait::user_for_failed)) device_->wait(current, ended->event());
+      order_.streams(course.last, course.first, Wait::user_for_failed);
+      device_->record(ended->event(), course.last);
+      ends_[course.last] = last = ended;
+      memory_->bounce.used_until(ended);
+      order_.after(current, ended, Wait::user_for_failed);
       return;
     } catch (const CopyError&) {
     }
     try {
-      device_->synchronize_stream(side);
+      device_->synchronize_stream(course.first);
+      device_->synchronize_stream(course.last);
     } catch (const CopyError& error) {
       device_->lose(error.what());
     }
   }
 
-  void count(std::uint64_t& copies, std::uint64_t& bytes, const Room& room) {
-    ++copies;
-    bytes += room.nbytes;
-    statistics_.transfers += room.runs.size();
-  }
-
   /// Whether no copy runs any more.
   bool quiet() noexcept {
     try {
-      if (kept(Wait::end_for_copies)) {
-        device_->synchronize_stream(out_);
-        device_->synchronize_stream(in_);
+      for (const auto& [stream, end] : ends_) {
+        if (kept(Wait::end_for_copies)) device_->synchronize_event(end->event());
       }
-      return true;
+      return !device_->lost();
     } catch (const CopyError&) {
       return false;
     }
@@ -245,24 +292,26 @@ class CopyEngine {
 
   /// Keeps what copies may touch until the process ends.
   void leak() noexcept {
-    static auto* kept_rooms = new std::vector<std::unique_ptr<Rooms>>;
+    static auto* all = new std::vector<std::unique_ptr<Memory>>;
     static auto* mutex = new std::mutex;
     if (guard_.forked()) {
-      static_cast<void>(rooms_.release());
+      static_cast<void>(memory_.release());
       return;
     }
     const std::lock_guard<std::mutex> lock(*mutex);
-    kept_rooms->push_back(std::move(rooms_));
+    all->push_back(std::move(memory_));
   }
 
   mutable std::mutex mutex_;
   host::ProcessGuard guard_;
-  std::shared_ptr<host::HostPool> pool_;
   std::shared_ptr<Device> device_;
   std::shared_ptr<EventPool> events_;
-  std::unique_ptr<Rooms> rooms_;
+  Order order_;
+  std::unique_ptr<Memory> memory_;
+  const bool beside_;
   Stream out_;
   Stream in_;
+  std::map<Stream, Ticket> ends_;  ///< The last copy of each stream.
   CopyStatistics statistics_;
 };
 

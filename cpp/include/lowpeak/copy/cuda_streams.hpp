@@ -5,7 +5,8 @@
 
 namespace lowpeak::copy {
 
-/// @brief Streams and events of CUDA's driver API, by the symbols of CUDA 7.0.
+/// @brief Streams and events of CUDA's driver API, by the symbols of CUDA 7.0; functions of the
+/// host came with 10.0.
 struct CudaStreamCalls {
   using Context = host::CudaContext;
   static constexpr const char* name = "cuda";
@@ -20,6 +21,7 @@ struct CudaStreamCalls {
   static constexpr host::DynamicCall synchronize_event = "cuEventSynchronize";
   static constexpr host::DynamicCall copy_out = {"cuMemcpyDtoHAsync_v2", "cuMemcpyDtoHAsync"};
   static constexpr host::DynamicCall copy_in = {"cuMemcpyHtoDAsync_v2", "cuMemcpyHtoDAsync"};
+  static constexpr host::DynamicCall run_on_host = "cuLaunchHostFunc";
 };
 
 using CudaStreams = VendorStreams<CudaStreamCalls>;

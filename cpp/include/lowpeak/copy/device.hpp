@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -30,12 +31,13 @@ enum class CopySite : std::size_t {
   query,
   synchronize,
   copy_out,
-  copy_in
+  copy_in,
+  run_on_host
 };
 
-inline constexpr std::array<std::string_view, 8> copy_site_names{
-    "create_stream", "create_event", "record",   "wait",
-    "query",         "synchronize",  "copy_out", "copy_in"};
+inline constexpr std::array<std::string_view, 9> copy_site_names{
+    "create_stream", "create_event", "record",  "wait",       "query",
+    "synchronize",   "copy_out",     "copy_in", "run_on_host"};
 
 /// @throws std::invalid_argument for a name that is none of `copy_site_names`.
 inline CopySite copy_site_named(std::string_view name) {
@@ -94,6 +96,10 @@ class Device {
   }
   void copy_in(std::uintptr_t device, const std::byte* host, std::size_t nbytes, Stream stream) {
     run(CopySite::copy_in, [&] { return driver_->copy_in(device, host, nbytes, stream); });
+  }
+
+  void run_on_host(const std::function<void()>& action, Stream stream) {
+    run(CopySite::run_on_host, [&] { return driver_->run_on_host(action, stream); });
   }
 
   bool lost() const noexcept { return lost_.load(); }

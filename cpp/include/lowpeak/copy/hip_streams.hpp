@@ -20,6 +20,7 @@ struct HipStreamCalls {
   static constexpr host::DynamicCall synchronize_event = "hipEventSynchronize";
   static constexpr host::DynamicCall copy_out = "hipMemcpyDtoHAsync";
   static constexpr host::DynamicCall copy_in = "hipMemcpyHtoDAsync";
+  static constexpr host::DynamicCall run_on_host = "hipLaunchHostFunc";
 };
 
 using HipStreams = VendorStreams<HipStreamCalls>;

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "lowpeak/host/driver.hpp"
 
@@ -43,6 +44,10 @@ class StreamDriver {
                            Stream stream) = 0;
   virtual Outcome copy_in(std::uintptr_t device, const std::byte* host, std::size_t nbytes,
                           Stream stream) = 0;
+
+  /// Runs an action on a thread of the host when the stream comes to it; the stream goes on after
+  /// it. It calls no driver.
+  virtual Outcome run_on_host(std::function<void()> action, Stream stream) = 0;
 };
 
 }  // namespace lowpeak::copy

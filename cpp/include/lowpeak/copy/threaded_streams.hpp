@@ -116,9 +116,17 @@ class ThreadedStreams final : public StreamDriver {
     return launch(stream, [=] { std::memcpy(reinterpret_cast<void*>(device), host, nbytes); });
   }
 
+  Outcome run_on_host(std::function<void()> action, Stream stream) override {
+    return launch(stream, std::move(action));
+  }
+
   /// Queues what a kernel would do.
   Outcome launch(Stream stream, std::function<void()> action) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (stream == 0) {
+      action();
+      return {};
+    }
     return push(stream, {std::move(action), nullptr, nullptr});
   }
 

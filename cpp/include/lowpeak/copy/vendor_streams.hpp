@@ -1,5 +1,10 @@
 #pragma once
 
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
 #include "lowpeak/copy/stream_driver.hpp"
 #include "lowpeak/host/dynamic_call.hpp"
 
@@ -24,6 +29,7 @@ class VendorStreams final : public StreamDriver {
     context_.load(Vendor::synchronize_event.symbol, synchronize_event_);
     context_.load(Vendor::copy_out.symbol, copy_out_);
     context_.load(Vendor::copy_in.symbol, copy_in_);
+    context_.load_if_there(Vendor::run_on_host.symbol, run_on_host_);
   }
 
   const char* name() const noexcept override { return Vendor::name; }
@@ -75,7 +81,25 @@ class VendorStreams final : public StreamDriver {
                         [&] { return copy_in_(device, host, nbytes, stream); });
   }
 
+  Outcome run_on_host(std::function<void()> action, Stream stream) override {
+    if (run_on_host_ == nullptr) {
+      return {false, std::string("the driver is too old for ") + Vendor::run_on_host.name};
+    }
+    auto owned = std::make_unique<std::function<void()>>(std::move(action));
+    const Outcome outcome = context_.run(Vendor::run_on_host.name, [&] {
+      return run_on_host_(stream, &VendorStreams::run_once, owned.get());
+    });
+    if (outcome.ok) static_cast<void>(owned.release());
+    return outcome;
+  }
+
  private:
+  /// On a thread of the driver.
+  static void run_once(void* action) {
+    const std::unique_ptr<std::function<void()>> owned(static_cast<std::function<void()>*>(action));
+    (*owned)();
+  }
+
   static constexpr unsigned non_blocking = 1;    // CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
   static constexpr unsigned disable_timing = 2;  // CU_EVENT_DISABLE_TIMING, hipEventDisableTiming
   static constexpr int not_ready = 600;          // CUDA_ERROR_NOT_READY, hipErrorNotReady
@@ -92,6 +116,7 @@ class VendorStreams final : public StreamDriver {
   int (*synchronize_event_)(Event) = nullptr;
   int (*copy_out_)(void*, std::uintptr_t, std::size_t, Stream) = nullptr;
   int (*copy_in_)(std::uintptr_t, const void*, std::size_t, Stream) = nullptr;
+  int (*run_on_host_)(Stream, void (*)(void*), void*) = nullptr;
 };
 
 }  // namespace lowpeak::copy

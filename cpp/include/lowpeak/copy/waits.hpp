@@ -12,6 +12,12 @@ enum class Wait {
   in_for_target,     ///< A copy in writes over what the computation still reads.
   in_for_copy_out,   ///< A copy in reads its room before it is written.
   out_for_reader,    ///< A copy out writes over what a copy in still reads.
+  out_for_others,    ///< Within the computation: written over by a copy of another stream.
+  in_for_others,     ///< Within the computation: the last reader does not stand for those before.
+  out_for_slot,      ///< A copy out writes over a slot of the ring that is in use.
+  host_for_slot,     ///< The host reads a slot of the ring before the device has written it.
+  in_for_slot,       ///< A copy in writes over a slot of the ring that is in use.
+  device_for_slot,   ///< The device reads a slot of the ring before the host has written it.
   user_for_copy,     ///< The computation reads what is still being copied, or frees it.
   follow_mark,       ///< A stream takes over a tensor that another stream still computes.
   user_for_failed,   ///< Memory of a copy that failed half way is used while the half is copied.

@@ -59,6 +59,12 @@ class CudaContext {
     library_.load(symbol, function);
   }
 
+  /// Null where the driver has no such symbol.
+  template <typename Function>
+  void load_if_there(const char* symbol, Function*& function) const {
+    library_.load_if_there(symbol, function);
+  }
+
   /// Makes the context current for one call only: the thread may be anybody's.
   template <typename Call>
   Outcome run(const char* name, Call call) const {

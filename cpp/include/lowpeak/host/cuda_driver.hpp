@@ -11,6 +11,8 @@ namespace lowpeak::host {
 struct CudaHostCalls {
   using Context = CudaContext;
   static constexpr const char* name = "cuda";
+  static constexpr DynamicCall attribute = "cuDeviceGetAttribute";
+  static constexpr int integrated_attribute = 18;  // CU_DEVICE_ATTRIBUTE_INTEGRATED
   static constexpr DynamicCall pci_bus_id = "cuDeviceGetPCIBusId";
   static constexpr DynamicCall register_host = {"cuMemHostRegister_v2", "cuMemHostRegister"};
   static constexpr DynamicCall unregister_host = "cuMemHostUnregister";

@@ -28,6 +28,9 @@ class Driver {
   /// Whether memory given back is overwritten at once, so that a late reader sees it.
   virtual bool poisons() const noexcept { return false; }
 
+  /// Whether the device's memory is the host's: then copying to the host saves nothing.
+  virtual bool integrated() const { return false; }
+
   /// The NUMA node that the device is attached to, -1 where that is not known.
   virtual int numa_node() const { return -1; }
 

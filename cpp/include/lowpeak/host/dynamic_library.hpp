@@ -33,9 +33,14 @@ class DynamicLibrary {
   /// @throws BackendError where it exports no such thing.
   template <typename Function>
   void load(const char* symbol, Function*& function) const {
-    void* address = dlsym(handle_, symbol);
-    if (address == nullptr) throw BackendError(name_ + " has no " + symbol);
-    function = reinterpret_cast<Function*>(address);
+    load_if_there(symbol, function);
+    if (function == nullptr) throw BackendError(name_ + " has no " + symbol);
+  }
+
+  /// The same; null where the library exports no such thing.
+  template <typename Function>
+  void load_if_there(const char* symbol, Function*& function) const {
+    function = reinterpret_cast<Function*>(dlsym(handle_, symbol));
   }
 
  private:

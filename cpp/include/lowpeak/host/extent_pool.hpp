@@ -36,6 +36,7 @@ struct PoolStatistics {
   std::size_t allocations = 0;  ///< A number: those that are live.
   std::uint64_t growths = 0;    ///< A number, as are those below.
   std::uint64_t trimmed_segments = 0;
+  std::uint64_t idle_segments = 0;  ///< Those of them that went because no step used them.
   std::uint64_t refusals = 0;
 };
 
@@ -79,12 +80,17 @@ class ExtentPool {
   }
 
   /// @brief `nbytes` in one run, at an address that 64 KiB divide.
+  /// @param may_grow  Whether a further segment may be asked for.
   /// @throws HostMemoryError, std::invalid_argument for 0 bytes
-  Id allocate_block(std::size_t nbytes) { return allocate(nbytes, true); }
+  Id allocate_block(std::size_t nbytes, bool may_grow = true) {
+    return allocate(nbytes, true, may_grow);
+  }
 
   /// @brief `nbytes` in as many runs as it takes.
   /// @throws HostMemoryError, std::invalid_argument for 0 bytes
-  Id allocate_record(std::size_t nbytes) { return allocate(nbytes, false); }
+  Id allocate_record(std::size_t nbytes, bool may_grow = true) {
+    return allocate(nbytes, false, may_grow);
+  }
 
   /// The runs of an allocation, ascending except that the last may lie anywhere; they hold exactly
   /// the bytes that were asked for.
@@ -105,6 +111,7 @@ class ExtentPool {
     const Allocation& allocation = found(id);
     for (const Span& span : allocation.spans) {
       span.room->map.give(span.first, span.count);
+      span.room->last_used = step_;
       statistics_.used -= span.count * granule;
     }
     statistics_.live -= allocation.nbytes;
@@ -115,9 +122,22 @@ class ExtentPool {
   /// @brief Gives free segments back, those of high addresses first, as long as `keep` bytes or
   /// more stay reserved.
   /// @return how many bytes went.
-  std::size_t trim(std::size_t keep) { return release_free_segments(keep); }
+  std::size_t trim(std::size_t keep) { return release_free_segments(keep, nullptr); }
 
   std::size_t trim() { return trim(options_.low_water_bytes); }
+
+  /// @brief A step begins: free segments that the last `idle_steps` steps did not use go back, as
+  /// long as the low-water mark stays reserved.
+  ///
+  /// To hold any part of a segment at any time of a step is to use it.
+  /// @return how many bytes went.
+  std::size_t begin_step(std::uint64_t idle_steps) {
+    ++step_;
+    const std::uint64_t before = statistics_.trimmed_segments;
+    const std::size_t released = release_free_segments(options_.low_water_bytes, &idle_steps);
+    statistics_.idle_segments += statistics_.trimmed_segments - before;
+    return released;
+  }
 
   const PoolStatistics& statistics() const noexcept { return statistics_; }
 
@@ -129,6 +149,7 @@ class ExtentPool {
   struct Room {
     Segment segment;
     GranuleMap map;
+    std::uint64_t last_used;  ///< The step in which anything of it was taken or given last.
   };
   struct Span {
     Room* room;
@@ -150,17 +171,21 @@ class ExtentPool {
     return place->second;
   }
 
-  Id allocate(std::size_t nbytes, bool contiguous) {
+  Id allocate(std::size_t nbytes, bool contiguous, bool may_grow) {
     if (nbytes == 0) throw std::invalid_argument("nbytes must be at least 1, not 0");
     const std::size_t count = rounded_up(nbytes, granule) / granule;
     const bool in_one = contiguous || count < granules_per_extent();
     std::vector<Span> spans;
     if (!place(count, in_one, spans)) {
+      if (!may_grow) throw HostMemoryError(refusal(nbytes, "no segment has room for it"));
       grow(nbytes, count, in_one);
       if (!place(count, in_one, spans)) throw std::logic_error("a pool that grew has no room");
     }
     const auto& taken = allocations_.emplace(++last_id_, Allocation{nbytes, std::move(spans)});
-    for (const Span& span : taken.first->second.spans) span.room->map.take(span.first, span.count);
+    for (const Span& span : taken.first->second.spans) {
+      span.room->map.take(span.first, span.count);
+      span.room->last_used = step_;
+    }
     statistics_.used += count * granule;
     statistics_.live += nbytes;
     statistics_.peak_live = std::max(statistics_.peak_live, statistics_.live);
@@ -247,14 +272,17 @@ class ExtentPool {
         return add(need);
       } catch (const HostMemoryError& error) {
         // A record uses free segments as they are; a block may need them as one larger segment.
-        if (!trimmed && in_one && release_free_segments(0) > 0) continue;
+        if (!trimmed && in_one && trim(0) > 0) continue;
         ++statistics_.refusals;
-        throw HostMemoryError("no host memory for " + amount(nbytes) + " (" +
-                              std::to_string(nbytes) + " bytes): " + error.what() +
-                              "; the pool has " + amount(statistics_.reserved) + " reserved, " +
-                              amount(statistics_.live) + " of them in use");
+        throw HostMemoryError(refusal(nbytes, error.what()));
       }
     }
+  }
+
+  std::string refusal(std::size_t nbytes, const std::string& reason) const {
+    return "no host memory for " + amount(nbytes) + " (" + std::to_string(nbytes) +
+           " bytes): " + reason + "; the pool has " + amount(statistics_.reserved) + " reserved, " +
+           amount(statistics_.live) + " of them in use";
   }
 
   /// A segment of the usual size, or of what the upstream resource allows, but of `need` at least.
@@ -272,8 +300,8 @@ class ExtentPool {
 
   void add(std::size_t need) {
     const Segment segment = new_segment(need);
-    auto room = std::make_unique<Room>(
-        Room{segment, GranuleMap(segment.nbytes / options_.extent_bytes, granules_per_extent())});
+    auto room = std::make_unique<Room>(Room{
+        segment, GranuleMap(segment.nbytes / options_.extent_bytes, granules_per_extent()), step_});
     const auto place = std::find_if(rooms_.begin(), rooms_.end(), [&](const auto& other) {
       return other->segment.data > segment.data;
     });
@@ -284,11 +312,13 @@ class ExtentPool {
     statistics_.peak_reserved = std::max(statistics_.peak_reserved, statistics_.reserved);
   }
 
-  std::size_t release_free_segments(std::size_t keep) {
+  /// `idle_steps`: only those that so many whole steps did not use.
+  std::size_t release_free_segments(std::size_t keep, const std::uint64_t* idle_steps) {
     std::size_t released = 0;
     for (std::size_t i = rooms_.size(); i-- > 0;) {
       const Segment segment = rooms_[i]->segment;
       if (!rooms_[i]->map.empty() || statistics_.reserved < keep + segment.nbytes) continue;
+      if (idle_steps != nullptr && step_ - rooms_[i]->last_used <= *idle_steps) continue;
       rooms_.erase(rooms_.begin() + static_cast<std::ptrdiff_t>(i));
       statistics_.reserved -= segment.nbytes;
       --statistics_.segments;
@@ -304,6 +334,7 @@ class ExtentPool {
   std::vector<std::unique_ptr<Room>> rooms_;  // by ascending address
   std::unordered_map<Id, Allocation> allocations_;
   Id last_id_ = 0;
+  std::uint64_t step_ = 0;
 };
 
 }  // namespace lowpeak::host

@@ -41,6 +41,12 @@ class HipContext {
     library_.load(symbol, function);
   }
 
+  /// Null where the runtime has no such symbol.
+  template <typename Function>
+  void load_if_there(const char* symbol, Function*& function) const {
+    library_.load_if_there(symbol, function);
+  }
+
   /// Makes the device current for one call only.
   template <typename Call>
   Outcome run(const char* name, Call call) const {

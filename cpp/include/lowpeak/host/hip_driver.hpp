@@ -9,6 +9,8 @@ namespace lowpeak::host {
 struct HipHostCalls {
   using Context = HipContext;
   static constexpr const char* name = "hip";
+  static constexpr DynamicCall attribute = "hipDeviceGetAttribute";
+  static constexpr int integrated_attribute = 16;  // hipDeviceAttributeIntegrated
   static constexpr DynamicCall pci_bus_id = "hipDeviceGetPCIBusId";
   static constexpr DynamicCall register_host = "hipHostRegister";
   static constexpr DynamicCall unregister_host = "hipHostUnregister";

@@ -16,6 +16,7 @@
 #include "lowpeak/host/driver.hpp"
 #include "lowpeak/host/extent_pool.hpp"
 #include "lowpeak/host/fault_injector.hpp"
+#include "lowpeak/host/null_driver.hpp"
 #include "lowpeak/host/pinned_resource.hpp"
 #include "lowpeak/host/process_guard.hpp"
 
@@ -46,12 +47,19 @@ class HostPool {
  public:
   using Id = ExtentPool::Id;
 
-  HostPool(std::shared_ptr<Driver> driver, HostPoolOptions options)
+  HostPool(std::shared_ptr<Driver> driver, const HostPoolOptions& options)
+      : HostPool(std::move(driver), options, std::make_shared<Budget>(options.budget)) {}
+
+  /// @param budget  What this pool and others reserve together.
+  HostPool(std::shared_ptr<Driver> driver, const HostPoolOptions& options,
+           std::shared_ptr<Budget> budget)
       : driver_(std::move(driver)),
+        sizes_(options.pool),
         numa_node_(options.numa_node ? *options.numa_node : driver_->numa_node()),
+        budget_(std::move(budget)),
         pinned_(driver_, numa_node_, options.threads, faults_),
-        budget_(pinned_, std::move(options.budget)),
-        pool_(budget_, options.pool) {}
+        within_budget_(pinned_, budget_),
+        pool_(within_budget_, options.pool) {}
 
   HostPool(const HostPool&) = delete;
   HostPool& operator=(const HostPool&) = delete;
@@ -60,15 +68,15 @@ class HostPool {
   }
 
   /// @throws HostMemoryError, std::invalid_argument, std::runtime_error once it is closed
-  Id allocate_block(std::size_t nbytes) {
+  Id allocate_block(std::size_t nbytes, bool may_grow = true) {
     const std::lock_guard<std::mutex> lock(open());
-    return pool_.allocate_block(nbytes);
+    return pool_.allocate_block(nbytes, may_grow);
   }
 
   /// @throws HostMemoryError, std::invalid_argument, std::runtime_error once it is closed
-  Id allocate_record(std::size_t nbytes) {
+  Id allocate_record(std::size_t nbytes, bool may_grow = true) {
     const std::lock_guard<std::mutex> lock(open());
-    return pool_.allocate_record(nbytes);
+    return pool_.allocate_record(nbytes, may_grow);
   }
 
   std::vector<Run> runs(Id id) const {
@@ -93,6 +101,22 @@ class HostPool {
     return keep ? pool_.trim(*keep) : pool_.trim();
   }
 
+  /// A step begins: free segments that none of the last `idle_steps` used go back. How many bytes.
+  std::size_t begin_step(std::uint64_t idle_steps) {
+    const std::lock_guard<std::mutex> lock(entered());
+    return pool_.begin_step(idle_steps);
+  }
+
+  /// A pool of plain memory, by whose side this one reserves what is left of the one budget.
+  std::shared_ptr<HostPool> plain_pool() const {
+    guard_.check();
+    HostPoolOptions options;
+    options.pool = {sizes_.segment_bytes, sizes_.extent_bytes, 0};
+    options.numa_node = numa_node_;
+    return std::make_shared<HostPool>(std::make_shared<NullDriver>(driver_->poisons()), options,
+                                      budget_);
+  }
+
   /// Allocates nothing any more, and gives each segment back as soon as it is free.
   void close() {
     const std::lock_guard<std::mutex> lock(entered());
@@ -102,7 +126,7 @@ class HostPool {
 
   HostPoolStatistics statistics() const {
     const std::lock_guard<std::mutex> lock(entered());
-    return {pool_.statistics(), pinned_.statistics(), budget_.budget(), numa_node_};
+    return {pool_.statistics(), pinned_.statistics(), budget_->total(), numa_node_};
   }
 
   /// Bytes that can be had without a further segment, wherever they lie.
@@ -141,9 +165,11 @@ class HostPool {
   ProcessGuard guard_;
   FaultInjector faults_;
   std::shared_ptr<Driver> driver_;
+  PoolOptions sizes_;
   int numa_node_;
+  std::shared_ptr<Budget> budget_;
   PinnedResource pinned_;
-  BudgetResource budget_;
+  BudgetResource within_budget_;
   ExtentPool pool_;
 };
 

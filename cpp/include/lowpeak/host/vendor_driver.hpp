@@ -17,6 +17,7 @@ class VendorDriver final : public Driver {
  public:
   /// @throws BackendError where there is no driver, no such device, or the driver does not start.
   explicit VendorDriver(int device) : context_(device) {
+    context_.load(Vendor::attribute.symbol, attribute_);
     context_.load(Vendor::pci_bus_id.symbol, pci_bus_id_);
     context_.load(Vendor::register_host.symbol, register_);
     context_.load(Vendor::unregister_host.symbol, unregister_);
@@ -26,6 +27,11 @@ class VendorDriver final : public Driver {
 
   const char* name() const noexcept override { return Vendor::name; }
   bool pins() const noexcept override { return true; }
+
+  bool integrated() const override {
+    int value = 0;
+    return attribute_(&value, Vendor::integrated_attribute, context_.device()) == 0 && value != 0;
+  }
 
   int numa_node() const override {
     std::array<char, 32> id{};
@@ -58,6 +64,7 @@ class VendorDriver final : public Driver {
   static constexpr unsigned portable = 1;
 
   typename Vendor::Context context_;
+  int (*attribute_)(int*, int, int) = nullptr;
   int (*pci_bus_id_)(char*, int, int) = nullptr;
   int (*register_)(void*, std::size_t, unsigned) = nullptr;
   int (*unregister_)(void*) = nullptr;

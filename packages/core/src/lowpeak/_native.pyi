@@ -40,6 +40,7 @@ class PinnedBlock:
 class _HostStatistics(TypedDict):
     backend: str
     pinned: bool
+    integrated: bool
     numa_node: int
     budget_bytes: int
     reserved_bytes: int
@@ -52,6 +53,7 @@ class _HostStatistics(TypedDict):
     blocks: int
     growths: int
     trimmed_segments: int
+    idle_segments: int
     refusals: int
     pin_seconds: float
     driver_calls: int
@@ -96,17 +98,24 @@ class _CopyStatistics(TypedDict):
     copies_in: int
     bytes_out: int
     bytes_in: int
+    plain_bytes_out: int
+    plain_bytes_in: int
     transfers: int
     handovers: int
     failures: int
     events: int
     leaving: int
+    ring_bytes: int
+    plain_reserved_bytes: int
+    plain_live_bytes: int
 
 class CopyEngine:
     def __init__(
-        self, *, pool: HostPool, backend: str, device: int, mode: str, seed: int
+        self, *, pool: HostPool, backend: str, device: int, mode: str, seed: int, beside: bool
     ) -> None: ...
-    def allocate(self, nbytes: int) -> int: ...
+    def allocate(self, nbytes: int, may_grow: bool = True) -> int: ...
+    def allocate_plain(self, nbytes: int) -> int: ...
+    def begin_step(self, idle_steps: int) -> None: ...
     def release(self, room: int) -> None: ...
     def copy_out(self, room: int, source: int, nbytes: int, current: int) -> NativeCopy: ...
     def copy_in(

@@ -45,6 +45,9 @@ class CopyEngine(Protocol):
     def overlaps(self) -> bool:
         """Whether copies run beside the computation; without, they are part of its stream."""
 
+    def begin_forward(self) -> None:
+        """A forward under the hooks begins: a time to look after host memory."""
+
     def serves(self, device: torch.device) -> bool:
         """Whether tensors of this device can be moved."""
 

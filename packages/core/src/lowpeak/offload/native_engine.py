@@ -1,9 +1,10 @@
 """The engine of the native extension: raw copies between devices and a pool of pinned memory.
 
-What waits for what is said in C++ (`cpp/include/lowpeak/copy`), in the terms of `torch_engine`. Two
-things differ. Host memory comes from a `PinnedPool` for each device, in pieces that need not be
-adjacent, so that reserved memory follows what is in use. And a room that was given up while copies
-still use it goes on to the next of its size, whose copy waits for them on the device.
+What waits for what is said in C++ (`cpp/include/lowpeak/copy`), in the terms of `torch_engine`.
+Host memory comes from a `PinnedPool` for each device, in pieces that need not be adjacent, so that
+reserved memory follows what is in use. A room that was given up while copies still use it goes on
+to the next of its size, whose copy waits for them on the device. And where pinned memory is refused
+there are further ways: see `host_ladder`.
 """
 
 import threading
@@ -14,13 +15,17 @@ import torch
 
 from lowpeak.native import native_available
 from lowpeak.offload.engine import Copy, HostRoom
-from lowpeak.offload.errors import OffloadError, OffloadHostMemoryError
+from lowpeak.offload.errors import OffloadError
+from lowpeak.offload.host_ladder import HostLadder
 from lowpeak.offload.pinned_pool import MIB, PinnedPool, PoolBackend
 from lowpeak.offload.sim_engine import POISON, Mode
 from lowpeak.offload.storage import StorageReference
 
 if TYPE_CHECKING:
     from lowpeak import _native
+
+IDLE_FORWARDS = 64
+"""Forwards without use after which a free segment of host memory goes back to the system."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +50,25 @@ class NativeEngine:
     """Copies of all CUDA or ROCm devices of this process, beside their computation.
 
     `limit_bytes` bounds the host memory of each device, `segment_bytes` is what it grows by; see
-    `PinnedPool`. Raises ImportError where the native extension is missing, and RuntimeError in a
-    forked child.
+    `PinnedPool`. Free segments above `low_water_bytes` that `idle_forwards` forwards in a row did
+    not use go back to the system. Where pinned memory is refused, saved tensors go to plain memory
+    within the same bounds, or with `pageable=False` stay on their device. `use_streams=False`
+    copies as a part of the computation.
+
+    Raises ValueError for values below zero, ImportError where the native extension is missing, and
+    RuntimeError in a forked child.
     """
 
-    overlaps = True
-
-    def __init__(self, *, limit_bytes: int | None = None, segment_bytes: int = 256 * MIB) -> None:
+    def __init__(
+        self,
+        *,
+        limit_bytes: int | None = None,
+        segment_bytes: int = 256 * MIB,
+        low_water_bytes: int = 0,
+        idle_forwards: int = IDLE_FORWARDS,
+        pageable: bool = True,
+        use_streams: bool = True,
+    ) -> None:
         if not native_available():
             raise ImportError(
                 "the native copy engine needs lowpeak._native, which was not built into this "
@@ -59,12 +76,18 @@ class NativeEngine:
                 "device_backend='torch'"
             )
         self._backend: PoolBackend = "hip" if torch.version.hip is not None else "cuda"
+        if idle_forwards < 0:
+            raise ValueError(f"idle_forwards must not be negative: {idle_forwards}")
+        self.overlaps = use_streams
         self._limit_bytes = limit_bytes
         self._segment_bytes = segment_bytes
+        self._low_water_bytes = low_water_bytes
+        self._idle_forwards = idle_forwards
+        self._pageable = pageable
         self._lock = threading.RLock()
         self._pools: dict[torch.device, PinnedPool] = {}
         self._engines: dict[torch.device, _native.CopyEngine] = {}
-        self._cache_emptied = False
+        self._ladders: dict[torch.device, HostLadder] = {}
 
     @property
     def name(self) -> str:
@@ -77,8 +100,16 @@ class NativeEngine:
         return self._pools[device]
 
     def copy_stats(self, device: torch.device) -> dict[str, int]:
-        """Copies, bytes, driver calls (`transfers`), events, `handovers`, `failures`; see C++."""
+        """Copies, bytes, those of plain memory, events, `handovers`, `failures`; see C++."""
         return {name: int(str(n)) for name, n in self._engine(device).statistics().items()}
+
+    def begin_forward(self) -> None:
+        """Count it: idle segments go back, and what was refused may be asked for again."""
+        with self._lock:
+            ladders = list(self._ladders.items())
+        for device, ladder in ladders:
+            if not self.capturing(device):
+                ladder.begin_forward(self._idle_forwards)
 
     def serves(self, device: torch.device) -> bool:
         """Tensors of any CUDA or ROCm device."""
@@ -104,30 +135,9 @@ class NativeEngine:
             self._engine(mark.device).follow(current.cuda_stream, mark.cuda_stream)
 
     def allocate(self, device: torch.device, nbytes: int) -> NativeRoom:
-        """Host memory; after a refusal once more, when torch gave its cached memory back."""
-        from lowpeak._native import HostMemoryError
-
+        """Host memory, pinned if it can be had."""
         engine = self._engine(device)
-        try:
-            room = NativeRoom(engine, engine.allocate(nbytes), nbytes)
-        except HostMemoryError as error:
-            refusal = str(error)
-        else:
-            self._cache_emptied = False
-            return room
-        if not self._cache_emptied:
-            # Once, until memory was to be had again: it may take milliseconds, and waits.
-            self._cache_emptied = True
-            self._empty_torch_cache()
-            try:
-                return NativeRoom(engine, engine.allocate(nbytes), nbytes)
-            except HostMemoryError as error:
-                refusal = str(error)
-        raise OffloadHostMemoryError(
-            f"{refusal}. Remedies: raise limit_bytes, or leave it out; give the job more host "
-            "memory or fewer local ranks (LOCAL_WORLD_SIZE); offload fewer bytes (min_bytes, "
-            "policy), or shorten the sequence"
-        )
+        return NativeRoom(engine, self._ladders[device].allocate(nbytes), nbytes)
 
     def release(self, room: HostRoom) -> None:
         """Give a room up; its memory is used again behind the copies that use it."""
@@ -184,6 +194,14 @@ class NativeEngine:
         """The handle of the current stream."""
         return torch.cuda.current_stream(device).cuda_stream
 
+    def _give_back(self, device: torch.device) -> None:
+        """What else of this process holds pinned memory and does not use it."""
+        with self._lock:
+            others = [pool for other, pool in self._pools.items() if other != device]
+        for pool in others:
+            pool.trim(0)
+        self._empty_torch_cache()
+
     def _empty_torch_cache(self) -> None:
         torch._C._host_emptyCache()
 
@@ -193,9 +211,14 @@ class NativeEngine:
             with self._lock:
                 engine = self._engines.get(device)
                 if engine is None:
-                    pool = self._make_pool(device)
-                    engine = self._engines[device] = self._make_engine(device, pool)
-                    self._pools[device] = pool
+                    pool = self._pools[device] = self._make_pool(device)
+                    engine = self._make_engine(device, pool)
+                    self._ladders[device] = HostLadder(
+                        engine,
+                        pageable=self._pageable,
+                        give_back=lambda: self._give_back(device),
+                    )
+                    self._engines[device] = engine
         return engine
 
     def _make_pool(self, device: torch.device) -> PinnedPool:
@@ -204,10 +227,11 @@ class NativeEngine:
             backend=self._backend,
             device=device.index,
             segment_bytes=self._segment_bytes,
+            low_water_bytes=self._low_water_bytes,
         )
 
     def _make_engine(self, device: torch.device, pool: PinnedPool) -> "_native.CopyEngine":
-        return pool.copy_engine(self._backend, device.index)
+        return pool.copy_engine(self._backend, device.index, beside=self.overlaps)
 
 
 class NativeSimEngine(NativeEngine):
@@ -216,13 +240,11 @@ class NativeSimEngine(NativeEngine):
     `seed` and `mode` are those of `SimEngine`: copies run at the latest, at once, or at random
     moments, and host memory that was given back is poisoned. Device memory that the caller let go
     too early is noted in `violations`; it is kept until the copy ended, so that a test that fails
-    does not crash.
+    does not crash. `options` are those of `NativeEngine`.
     """
 
-    def __init__(
-        self, *, seed: int = 0, mode: Mode = "random", limit_bytes: int | None = None
-    ) -> None:
-        super().__init__(limit_bytes=limit_bytes, segment_bytes=2 * MIB)
+    def __init__(self, *, seed: int = 0, mode: Mode = "random", **options: Any) -> None:
+        super().__init__(**{"segment_bytes": 2 * MIB, **options})
         self._backend = "sim"
         self._seed = seed
         self._mode = mode
@@ -245,9 +267,12 @@ class NativeSimEngine(NativeEngine):
         """Bytes of rooms that are not given back, or that copies still use."""
         with self._lock:
             engines = dict(self._engines)
-        for engine in engines.values():
-            engine.statistics()  # gives back what copies have left
-        return sum(self._pools[device].stats().live_bytes for device in engines)
+        live = 0
+        for device, engine in engines.items():
+            stats = engine.statistics()  # gives back what copies have left
+            live += stats["plain_live_bytes"] - stats["ring_bytes"]
+            live += self._pools[device].stats().live_bytes
+        return live
 
     def serves(self, device: torch.device) -> bool:
         """CPU tensors play the device's."""
@@ -335,9 +360,10 @@ class NativeSimEngine(NativeEngine):
             limit_bytes=self._limit_bytes,
             backend="sim",
             segment_bytes=self._segment_bytes,
+            low_water_bytes=self._low_water_bytes,
             extent_bytes=2 * MIB,
             pin_threads=1,
         )
 
     def _make_engine(self, device: torch.device, pool: PinnedPool) -> "_native.CopyEngine":
-        return pool.copy_engine("sim", 0, mode=self._mode, seed=self._seed)
+        return pool.copy_engine("sim", 0, mode=self._mode, seed=self._seed, beside=self.overlaps)

@@ -35,6 +35,8 @@ class PinnedPoolStats:
     """``"cuda"``, ``"hip"``, ``"sim"`` or ``"null"``."""
     pinned: bool
     """Whether devices can copy from and to the memory at full speed; False for ``"null"``."""
+    integrated: bool
+    """Whether the device's memory is the host's, so that pinned memory saves nothing."""
     numa_node: int
     """The node that the memory was asked from; -1 for any."""
     budget_bytes: int
@@ -56,6 +58,8 @@ class PinnedPoolStats:
     """Segments that were made so far."""
     trimmed_segments: int
     """Segments that were given back so far."""
+    idle_segments: int
+    """Those of them that a copy engine gave back because no forward used them any more."""
     refusals: int
     """Allocations that ended in `OffloadHostMemoryError`."""
     pin_seconds: float
@@ -166,15 +170,24 @@ class PinnedPool:
             ) from None
 
     def copy_engine(
-        self, backend: str, device: int, *, mode: str = "random", seed: int = 0
+        self,
+        backend: str,
+        device: int,
+        *,
+        mode: str = "random",
+        seed: int = 0,
+        beside: bool = True,
     ) -> "CopyEngine":
         """Streams and copies of a device over this memory, by addresses: see `native_engine`.
 
-        `backend`: "cuda", "hip", "null" or "sim", which alone has a `mode` and a `seed`.
+        `backend`: "cuda", "hip", "null" or "sim", which alone has a `mode` and a `seed`. Without
+        `beside` copies are a part of the stream that is current.
         """
         from lowpeak._native import CopyEngine
 
-        return CopyEngine(pool=self._native, backend=backend, device=device, mode=mode, seed=seed)
+        return CopyEngine(
+            pool=self._native, backend=backend, device=device, mode=mode, seed=seed, beside=beside
+        )
 
     def stats(self) -> PinnedPoolStats:
         """What the pool holds now, its peaks, and what it met so far."""

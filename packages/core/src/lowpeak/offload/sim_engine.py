@@ -98,6 +98,9 @@ class SimEngine:
         self._queues: dict[tuple[torch.device, bool], deque[SimCopy]] = defaultdict(deque)
         self._lock = threading.RLock()
 
+    def begin_forward(self) -> None:
+        """Nothing: rooms have no pool."""
+
     def serves(self, device: torch.device) -> bool:
         """CPU tensors play the device's."""
         return device.type == "cpu"

@@ -56,6 +56,9 @@ class TorchEngine:
         self._streams: dict[tuple[torch.device, bool], Any] = {}
         self._lock = threading.Lock()
 
+    def begin_forward(self) -> None:
+        """Nothing: torch looks after its pinned memory itself."""
+
     def serves(self, device: torch.device) -> bool:
         """Tensors of the engine's device type, on any of its devices."""
         return device.type == self._type

@@ -82,6 +82,7 @@ class Transfers:
             self.window(self.engine.current_device())
             self._policy.forward_begins(self._memory)
             self.telemetry.note_forward()
+            self.engine.begin_forward()
             generation = self._last = Generation()
             self._generations.add(generation)
             return generation
