@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from offload_graphs import Ledger, Program, programs, run_steps
+from offload_graphs import Ledger, Program, programs, run_steps, sound_checkpoint
 from offload_operations import Leaves, make_leaves
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -111,7 +111,7 @@ def _guarded(name: str, action: Callable[[], tuple[Tensor | None, ...]]) -> Even
 
 def _forward(program: Program, seed: int, ledger: Ledger) -> Graph:
     leaves = make_leaves(seed)
-    out = run_steps(program, list(leaves.inputs), leaves, ledger.note)
+    out = run_steps(program, list(leaves.inputs), leaves, ledger)
     generator = torch.Generator().manual_seed(seed + 1)
     return Graph(leaves, out, torch.randn(out.shape, generator=generator))
 
@@ -224,7 +224,7 @@ def play(scenario: Scenario, contexts: Contexts, ledger: Ledger) -> list[Event]:
 
 def play_plain(scenario: Scenario) -> list[Event]:
     """The same by plain autograd."""
-    return play(scenario, (nullcontext(), nullcontext()), Ledger())
+    return play(scenario, (nullcontext(), nullcontext()), Ledger(checkpoint=sound_checkpoint))
 
 
 class _Handle:
@@ -266,7 +266,7 @@ def torch_leaves_alive(scenario: Scenario) -> bool:
 
     It does after some errors of checkpoints, by cycles through C++, until a later backward.
     """
-    hooks, ledger = _InertHooks(), Ledger()
+    hooks, ledger = _InertHooks(), Ledger(checkpoint=sound_checkpoint)
     play(scenario, (hooks, hooks), ledger)
     if ledger.alive() or hooks.handles:
         collect()

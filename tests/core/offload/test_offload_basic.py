@@ -47,6 +47,7 @@ def offload(policy: object = "all", **options: object) -> OffloadActivations:
         ({"policy": "everything"}, "policy='everything' is none of"),
         ({"min_bytes": -1}, "min_bytes=-1 is below 0"),
         ({"keep_last": -2}, "keep_last=-2 is below 0"),
+        ({"keep_bytes": -1}, "keep_bytes=-1 is below 0"),
         ({"window_bytes": -3}, "window_bytes=-3 is below 0"),
         ({"on_mutation": "ignore"}, "on_mutation='ignore' is neither"),
         ({"device_backend": "cuda"}, "device_backend='cuda' is none of"),

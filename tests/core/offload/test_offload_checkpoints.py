@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowpeak.offload import OffloadActivations, SimEngine, checkpoints, selective
+from lowpeak.offload.regions import regions
 
 SHAPE = (16, 16)
 BYTES = 16 * 16 * 4
@@ -292,7 +296,92 @@ def test_an_error_leaves_no_hook_though_its_frames_live_on(
     # the frames, and their generators, are alive
     assert error.value.__traceback__ is not None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert checkpoints.open_regions() == 0
+    assert regions.running == []
+    plain = gradients(positional, nullcontext())
+    for ours, theirs in zip(gradients(positional, offload()), plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def reentrant_of_one(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def fails_when_recomputed(x: Tensor) -> Tensor:
+    y = x.exp()
+    if torch._C._current_graph_task_id() != -1:
+        raise KeyError("broken")
+    return y * y
+
+
+def raises_in_backward(
+    inner: Callable[[Tensor], Tensor], outer: Callable[..., Tensor], inside: bool
+) -> pytest.ExceptionInfo[KeyError]:
+    """The error, whose frames hold the generator of the inner checkpoint."""
+    x = torch.randn(SHAPE, requires_grad=True)
+    with ExitStack() as stack:
+        stack.enter_context(offload())
+        out = outer(lambda v: inner(v * 2).sin(), x * 1)
+        if not inside:
+            stack.close()
+        with pytest.raises(KeyError) as error:
+            out.sum().backward()
+    return error
+
+
+INNER = [
+    functools.partial(checkpoint_of_torch_2_11, fails_when_recomputed),
+    functools.partial(
+        checkpoint_of_torch_2_11,
+        fails_when_recomputed,
+        context_fn=functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.mul.Tensor]
+        ),
+    ),
+]
+
+
+def stacks() -> tuple[object, list[TorchDispatchMode]]:
+    """The hooks and the modes of this thread."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks, _get_current_dispatch_mode_stack()
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    ("outer", "inside"),
+    # Torch runs the inside of a reentrant one outside of any context, if backward is.
+    [
+        (checkpoint_of_torch_2_11, False),
+        (checkpoint_of_torch_2_11, True),
+        (reentrant_of_one, True),
+    ],
+)
+def test_an_error_in_recomputation_takes_nothing_off_later(
+    inner: Callable[[Tensor], Tensor], outer: Callable[..., Tensor], inside: bool
+) -> None:
+    """Autograd has put hooks and modes back when the generator that the error left is collected."""
+    errors = [raises_in_backward(inner, outer, inside) for _ in range(2)]
+    assert regions.running == []
+    assert stacks() == (None, [])
+
+    def drop() -> None:
+        with saved_tensors_hooks(lambda x: x, lambda x: x), Passing():
+            before = stacks()
+            errors.pop()
+            gc.collect()
+            assert stacks() == before
+
+    drop()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(drop).result()
+    assert stacks() == (None, [])
     plain = gradients(positional, nullcontext())
     for ours, theirs in zip(gradients(positional, offload()), plain, strict=True):
         assert torch.equal(ours, theirs)

@@ -29,6 +29,7 @@ from offload_simulated import (
     simulated,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowpeak.offload import OffloadActivations
 from lowpeak.offload.engine import Copy, HostRoom
@@ -239,3 +240,30 @@ class Raises(torch.autograd.Function):
         if ctx.stop:
             raise Stop
         return gradients[0] + 0 * ctx.saved_tensors[0], None
+
+
+class Refusing(TorchDispatchMode):
+    """As a selective checkpoint's, which knows its own operations only."""
+
+    def __torch_dispatch__(self, *args: Any) -> object:
+        raise AssertionError("an operation of somebody else")
+
+
+@every_mode
+def test_a_graph_is_collected_under_a_dispatch_mode(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The collector runs anywhere; what it ends with the graph is no operation of the mode's."""
+    context = simulated(mode, window_bytes=1 << 20)
+    cycle: list[object] = []
+    with context:
+        out = torch.randn(SHAPE, requires_grad=True)
+        for _ in range(4):
+            out = out.exp()
+        cycle += [out, cycle]
+    del out, cycle
+    with Refusing():
+        collect()
+    assert caplog.records == []
+    assert context.stats().copied_out.count == 4
+    assert_nothing_left(context)

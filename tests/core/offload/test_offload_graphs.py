@@ -50,6 +50,7 @@ class Setting:
     min_bytes: int
     window_bytes: int | None
     keep_last: int
+    keep_bytes: int
     use_streams: bool
     native: bool = False
 
@@ -66,6 +67,7 @@ class Setting:
             min_bytes=self.min_bytes,
             window_bytes=self.window_bytes,
             keep_last=self.keep_last,
+            keep_bytes=self.keep_bytes,
             use_streams=self.use_streams,
         )
 
@@ -88,6 +90,7 @@ SETTINGS = st.builds(
     min_bytes=st.sampled_from([1, 1, 33, 65]),
     window_bytes=st.sampled_from([None, 1, 64, 200, 1 << 20]),
     keep_last=st.sampled_from([0, 0, 1, 3]),
+    keep_bytes=st.sampled_from([0, 0, 64, 200, 1000]),
     use_streams=st.sampled_from([True, True, True, False]),
 )
 

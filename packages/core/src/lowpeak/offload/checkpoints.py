@@ -17,7 +17,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from inspect import Parameter
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lowpeak.offload.handle import Packed
+from lowpeak.offload.regions import Region, regions
 from lowpeak.offload.selective import Selective
 
 GENERATOR = "_checkpoint_without_reentrant_generator"
@@ -45,40 +46,23 @@ class Listener(Protocol):
         """A selective checkpoint keeps a tensor that cannot be packed."""
 
 
-_Region = Generator[None, None, None]
-
-
 class _Entry:
-    """A context, or with None the inside of a checkpoint, whose own hooks hide the context's."""
+    """A context, or None where checkpoints are only to be ended, and what lay outside of it."""
 
     def __init__(self, listener: Listener | None) -> None:
-        self.listener = listener
+        self._listener = listener
+        self._outside = regions.newest()
+
+    @property
+    def listener(self) -> Listener | None:
+        """The context; inside of a checkpoint none, whose own hooks hide the context's."""
+        return None if regions.hide(self._outside) else self._listener
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
-        self.regions: list[_Region] = []
         self.saving_inputs = False
-
-    @contextmanager
-    def entered(self, listener: Listener | None) -> Iterator[None]:
-        """The innermost entry; left in any order, as an exception may keep a generator alive."""
-        entry = _Entry(listener)
-        self.entries.append(entry)
-        try:
-            yield
-        finally:
-            self.entries.remove(entry)
-
-    @contextmanager
-    def running(self, region: "_Region") -> Iterator[None]:
-        """The forward of a checkpoint, while a context is open."""
-        self.regions.append(region)
-        try:
-            yield
-        finally:
-            self.regions = [one for one in self.regions if one is not region]
 
 
 _state = _ThreadState()
@@ -107,29 +91,16 @@ def check_torch() -> None:
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Tell this thread's checkpoints about a context."""
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Tell this thread's checkpoints about a context, or about none; left in any order."""
     _install()
+    entry = _Entry(listener)
+    _state.entries.append(entry)
     try:
-        with _state.entered(listener):
-            yield
+        yield
     finally:
+        _state.entries.remove(entry)
         _uninstall()
-
-
-def open_regions() -> int:
-    """How many checkpoints this thread is inside of."""
-    return len(_state.regions)
-
-
-def end_regions(outer: int) -> None:
-    """End the checkpoints that an error left, all but the `outer` outermost.
-
-    Up to torch 2.11 a checkpoint whose function raises waits for the garbage collector, its hooks
-    above those of the context that the error leaves.
-    """
-    while len(_state.regions) > outer:
-        _state.regions.pop().close()
 
 
 def _install() -> None:
@@ -179,35 +150,41 @@ def _reentrant_function_is_saving() -> bool:
 def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
     """Torch's generator: runs up to its one yield before the forward, and to its end after it."""
     assert _original is not None
-    listener = _state.entries[-1].listener if _state.entries else None
-    in_backward = torch._C._current_graph_task_id() != -1
-    if listener is None or in_backward or not torch.is_grad_enabled():
-        region = _original(*values, **kwargs)
-        with _state.running(region) if _state.entries else nullcontext():
-            yield from region
+    if not _state.entries:
+        yield from _original(*values, **kwargs)
         return
     # torch.utils.checkpoint.checkpoint gives fn and all options by position.
     names = list(inspect.signature(_original).parameters)[:-2]
-    options = dict(zip(names, values, strict=False))
-    options["fn"], args = _Call.exposed(listener, options["fn"], values[len(names) :], kwargs)
+    options, args = dict(zip(names, values, strict=False)), values[len(names) :]
+    listener = _state.entries[-1].listener
+    if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+        listener = None
+    if listener is None:
+        options["fn"] = functools.partial(_recompute, options["fn"])
+        region = Region(_original(*options.values(), *args, **kwargs))
+        region.begin()
+        with region.running():
+            yield
+        return
+    options["fn"], args = _Call.exposed(listener, options["fn"], args, kwargs)
     selective = Selective(options["context_fn"])
     if options["context_fn"] is not torch_checkpoint.noop_context_fn:
         options["context_fn"] = selective.contexts
-    region = _original(*options.values(), *args)
+    region = Region(_original(*options.values(), *args))
     _state.saving_inputs = True
     try:
-        next(region)
+        region.begin()
     finally:
         _state.saving_inputs = False
-    try:
-        with _state.running(region), _state.entered(None):
-            yield
-    except BaseException as error:
-        region.throw(error)
-        raise
-    for _ in region:
-        raise AssertionError("torch's checkpoint generator yielded twice")
+    with region.running():
+        yield
     selective.pack(listener)
+
+
+def _recompute(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what a checkpoint recomputes; the checkpoints inside that an error leaves end here."""
+    with listening(None), regions.all_ended():
+        return fn(*args, **kwargs)
 
 
 class _Nested:
@@ -296,7 +273,8 @@ class _Call:
             return value.filled(tensors_and_args) if isinstance(value, _Nested) else value
 
         args = (*self._args, *tensors_and_args[: self._count])
-        return self._fn(
+        return _recompute(
+            self._fn,
             *(filled(value) for value in args),
             **{key: filled(value) for key, value in self._kwargs.items()},
         )

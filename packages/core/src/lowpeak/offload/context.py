@@ -16,6 +16,7 @@ from lowpeak.offload.native_engine import NativeEngine
 from lowpeak.offload.packing import Packer, Role
 from lowpeak.offload.policy import PolicyName, SavedTensor, make_policy
 from lowpeak.offload.prefetch import Generation
+from lowpeak.offload.regions import regions
 from lowpeak.offload.sim_engine import SimEngine
 from lowpeak.offload.telemetry import OffloadStats, Telemetry, explain
 from lowpeak.offload.torch_engine import DEVICE_TYPES, TorchEngine
@@ -42,7 +43,10 @@ class OffloadActivations:
     `use_streams=False` copies as a part of the computation, not beside it. `window_bytes` bounds
     the device bytes in flight, in each direction; None is twice the largest range moved on the way
     out and once on the way back, at least 64 MiB. The `keep_last` last ranges of a forward stay, as
-    backward asks for them first.
+    backward asks for them first, and before these as many as hold at most `keep_bytes` bytes on
+    their device, for each forward whose backward is to come. Where the copies are what a step waits
+    for, that is a step shorter by 2 * keep_bytes / (bytes copied in a second), at a peak higher by
+    up to `keep_bytes`: backward fetches ahead into what it has freed of them.
 
     `device_backend`: "auto" is "torch" (CUDA, ROCm, XPU) where there is a device and otherwise
     "null", with which the context does nothing; "native" is the native extension's engine on CUDA
@@ -65,11 +69,13 @@ class OffloadActivations:
         use_streams: bool = True,
         window_bytes: int | None = None,
         keep_last: int = 1,
+        keep_bytes: int = 0,
         device_backend: Backend | CopyEngine = "auto",
         on_mutation: OnMutation = "raise",
     ) -> None:
         _check_at_least("min_bytes", min_bytes, 0)
         _check_at_least("keep_last", keep_last, 0)
+        _check_at_least("keep_bytes", keep_bytes, 0)
         if window_bytes is not None:
             _check_at_least("window_bytes", window_bytes, 0)
         if on_mutation not in get_args(OnMutation):
@@ -86,6 +92,7 @@ class OffloadActivations:
                 self._policy,
                 window_bytes=window_bytes,
                 keep_last=keep_last,
+                keep_bytes=keep_bytes,
                 snapshot=on_mutation == "snapshot",
             )
             self._packer = Packer(self._transfers, self._policy, min_bytes)
@@ -150,7 +157,7 @@ class OffloadActivations:
                 _not_compiled(hooks.pack), _not_compiled(unpack_saved)
             )
         )
-        stack.callback(checkpoints.end_regions, checkpoints.open_regions())
+        stack.enter_context(regions.all_ended())
 
     def _say_inert(self) -> None:
         if not self._said:

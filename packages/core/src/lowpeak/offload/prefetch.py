@@ -1,11 +1,12 @@
 """The order in which saved tensors come back: each forward's order of saving, reversed."""
 
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 
+from lowpeak.offload.pending import Pending
 from lowpeak.offload.unit import Unit, UnitReference
 
 
@@ -20,8 +21,7 @@ class Generation:
 
     def __init__(self) -> None:
         self.chains: dict[torch.device, list[UnitReference]] = defaultdict(list)
-        # Units whose copy out was not issued, with their number in this forward.
-        self.pending: deque[tuple[int, UnitReference]] = deque()
+        self.pending = Pending()
         self.made = 0
         self.found_on_device: dict[int, int] = {}
         self.unpacked = False
@@ -29,18 +29,12 @@ class Generation:
     def append(self, unit: Unit, *, new: bool) -> int:
         """Put a unit at the end of its device's chain; its position there."""
         chain = self.chains[unit.device]
-        reference = weakref.ref(unit)
-        chain.append(reference)
+        chain.append(weakref.ref(unit))
         if new:
             unit.place = self.made
-            self.pending.append((self.made, reference))
+            self.pending.append(unit)
             self.made += 1
         return len(chain) - 1
-
-    def pending_bytes(self) -> int:
-        """Bytes of the units whose copies were not issued."""
-        units = (reference() for _, reference in self.pending)
-        return sum(unit.nbytes for unit in units if unit is not None)
 
     def before(self, device: torch.device, position: int) -> Iterator[Unit]:
         """The living units saved before a position, the nearest first."""

@@ -34,8 +34,9 @@ logger = logging.getLogger("lowpeak.offload")
 class Transfers:
     """Moves units out, bounded by a window, and back, ahead of backward.
 
-    Copies start lazily: the copy of a unit is issued when `keep_last` newer ones were saved, so
-    the last ones of a forward stay; the policy may hold all of them back.
+    Copies start lazily: the copy of a unit is issued when `keep_last` newer ones were saved, and
+    `keep_bytes` bytes between them and it, so the last ones of a forward stay; the policy may hold
+    all of them back. Backward fetches ahead into what it has freed of those bytes.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Transfers:
         *,
         window_bytes: int | None,
         keep_last: int,
+        keep_bytes: int,
         snapshot: bool,
     ) -> None:
         self.engine = engine
@@ -53,6 +55,7 @@ class Transfers:
         self.snapshot = snapshot
         self.lock = threading.RLock()
         self._keep_last = keep_last
+        self._keep_bytes = keep_bytes
         self._policy = policy
         self._window_bytes = window_bytes
         self._windows: dict[torch.device, Window] = {}
@@ -143,6 +146,8 @@ class Transfers:
             if record is not None:
                 unit = record.serving(layout, version, storage.nbytes())
             if unit is not None:
+                if unit.pending is not None:
+                    unit.pending.measure(unit)
                 if unit.copied_out is None:
                     unit.marks.append(self.engine.mark(tensor.device))
                 self.telemetry.count("deduplicated", tensor.nbytes)
@@ -177,19 +182,16 @@ class Transfers:
         return unit
 
     def _start_copies(self, generation: Generation, window: Window) -> None:
-        waiting = generation.pending
-        if len(waiting) <= self._keep_last:
+        pending, newest = generation.pending, generation.made - self._keep_last
+        if newest <= 0:
             return
-        if not self._policy.opens(generation.pending_bytes(), window.limit):
+        # What stays in any case is no more of a reason to begin than what is in flight.
+        if not self._policy.opens(pending.all_bytes(), window.limit + self._keep_bytes):
             return
-        while len(waiting) > self._keep_last:
-            place, reference = waiting[0]
-            if self._margin.keeps(place, generation.made):
-                return
-            waiting.popleft()
-            unit = reference()
-            if unit is not None:
-                self._copy_out(unit)
+        for unit in pending.leaving(
+            newest, self._keep_bytes, lambda place: self._margin.keeps(place, generation.made)
+        ):
+            self._copy_out(unit)
 
     def _copy_out(self, unit: Unit) -> None:
         """Issue the copy of a unit to the host; where it has no memory the unit stays."""
@@ -321,6 +323,8 @@ class Transfers:
         """Issue copies back for what the reversed order asks for next, while the window allows."""
         window = self.window(unit.device)
         free = window.limit_back - window.arriving_bytes()
+        if self.engine.overlaps:
+            free += max(0, self._keep_bytes - generation.pending.bytes(unit.device))
         for coming in generation.before(unit.device, place):
             if not coming.is_away:
                 continue

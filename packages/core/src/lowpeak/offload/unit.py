@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from lowpeak.offload.storage import (
     layout_of,
     view_as,
 )
+
+if TYPE_CHECKING:
+    from lowpeak.offload.pending import Pending
 
 logger = logging.getLogger("lowpeak.offload")
 
@@ -70,6 +74,7 @@ class Unit:
         "on_release",
         "origin",
         "orphans",
+        "pending",
         "place",
         "present",
         "record",
@@ -100,8 +105,9 @@ class Unit:
         self.identity = StorageReference(storage)
         self.version = version
         self.index = index
-        # Its number in the forward.
+        # Its number in the forward, and where its bytes count until its copy out is issued.
         self.place = 0
+        self.pending: Pending | None = None
         self.record = record
         record.add(self)
         self.layouts = {layout}
@@ -236,7 +242,12 @@ class Unit:
         # behind that copy; the engine keeps the host room until its copies have ended.
         if self.room is None or sys.is_finalizing():
             return
-        remains = Remains(self.engine, self.room, self.nbytes, self.on_release)
+        # The collector also runs under dispatch modes, such as a selective checkpoint's.
+        with torch._C._DisableTorchDispatch():
+            self._leave_remains(self.room)
+
+    def _leave_remains(self, room: HostRoom) -> None:
+        remains = Remains(self.engine, room, self.nbytes, self.on_release)
         if self.source is not None and self.copied_out is not None:
             memory = bytes_between(self.source, 0, self.source.nbytes())
             remains.held.append((self.copied_out, memory))
