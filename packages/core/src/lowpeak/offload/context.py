@@ -12,6 +12,7 @@ import torch
 from lowpeak.offload import checkpoints
 from lowpeak.offload.engine import Backend, CopyEngine, NullEngine
 from lowpeak.offload.handle import Packed, unpack_saved
+from lowpeak.offload.machine import why_not_here
 from lowpeak.offload.native_engine import NativeEngine
 from lowpeak.offload.packing import Packer, Role
 from lowpeak.offload.policy import PolicyName, SavedTensor, make_policy
@@ -49,8 +50,8 @@ class OffloadActivations:
     up to `keep_bytes`: backward fetches ahead into what it has freed of them.
 
     `device_backend`: "auto" is "torch" (CUDA, ROCm, XPU) where there is a device and otherwise
-    "null", with which the context does nothing; "native" is the native extension's engine on CUDA
-    and ROCm; "sim" lets CPU tensors play a device's; an object is used as the engine
+    "null", with which the context does nothing, as under WSL2; "native" is the native extension's
+    engine on CUDA and ROCm. Integrated GPUs are left alone with any of these names. "sim" lets CPU tensors play a device's; an object is used as the engine
     (`lowpeak.offload.engine.CopyEngine`).
 
     A tensor changed in place after it was saved raises autograd's own error in backward. With
@@ -135,8 +136,8 @@ class OffloadActivations:
 
     def explain(self) -> str:
         """A paragraph on what was moved, what was not, and why."""
-        if self._transfers is None:
-            return "Nothing is moved: there is no device whose memory is not the host's."
+        if isinstance(self._engine, NullEngine):
+            return f"Nothing is moved: {self._engine.reason}."
         return explain(self.stats(), self._policy.explain(), self._engine.name)
 
     def chrome_trace(self) -> dict[str, Any]:
@@ -210,8 +211,8 @@ def choose_engine(
 ) -> CopyEngine | NullEngine:
     """The engine of a backend's name, or the object itself.
 
-    Raises ValueError for another name, for "torch" and "native" where torch has no device that they
-    can copy from, and for "native" without streams; ImportError where "native" was not built.
+    Raises ValueError for another name, and for "torch" and "native" where torch has no device that
+    they can copy from; ImportError where "native" was not built.
     """
     if not isinstance(device_backend, str):
         return device_backend
@@ -224,30 +225,21 @@ def choose_engine(
             f"device_backend={device_backend!r} is none of {get_args(Backend)} and no engine"
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device_backend == "native":
-        return _native_engine(accelerator, use_streams=use_streams)
-    if accelerator is not None and accelerator.type in DEVICE_TYPES:
+    served = ("cuda",) if device_backend == "native" else DEVICE_TYPES
+    if accelerator is not None and accelerator.type in served:
+        reason = why_not_here(accelerator.type, chosen=device_backend != "auto")
+        if reason is not None:
+            return NullEngine(reason)
+        if device_backend == "native":
+            return NativeEngine(use_streams=use_streams)
         return TorchEngine(accelerator.type, use_streams=use_streams)
-    if device_backend == "torch":
+    if device_backend != "auto":
         raise ValueError(
-            f"device_backend='torch' needs a device of {DEVICE_TYPES}, torch has {accelerator}: "
-            "'auto' does nothing where there is none, 'sim' lets CPU tensors play a device's"
+            f"device_backend={device_backend!r} needs a device of {served}, torch has "
+            f"{accelerator}: 'auto' does nothing where there is none, 'sim' lets CPU tensors play "
+            "a device's"
         )
     return NullEngine()
-
-
-def _native_engine(accelerator: torch.device | None, *, use_streams: bool) -> CopyEngine:
-    if accelerator is None or accelerator.type != "cuda":
-        raise ValueError(
-            f"device_backend='native' needs a device of CUDA or ROCm, torch has {accelerator}: "
-            "'auto' takes what there is"
-        )
-    if not use_streams:
-        raise ValueError(
-            "device_backend='native' always copies beside the computation: leave use_streams=False "
-            "out, or take device_backend='torch'"
-        )
-    return NativeEngine()
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,6 +106,9 @@ class NullEngine:
     name = "null"
     overlaps = False
 
+    def __init__(self, reason: str = "there is no device whose memory is not the host's") -> None:
+        self.reason = reason
+
     def serves(self, device: torch.device) -> bool:
         """No device at all."""
         return False
