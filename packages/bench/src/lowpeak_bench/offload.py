@@ -22,8 +22,8 @@ from lowpeak_bench.environment import environment
 from lowpeak_bench.failures import reason
 from lowpeak_bench.offload_rows import (
     BASELINE,
-    LOWPEAK,
     NATIVE,
+    OURS,
     ROWS,
     Helper,
     Moved,
@@ -220,6 +220,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         "min_bytes": options.min_bytes,
         "window_bytes": options.window_bytes,
         "keep_last": options.keep_last,
+        "keep_bytes": options.keep_bytes,
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -344,6 +345,7 @@ def parser() -> argparse.ArgumentParser:
     add("--min-bytes", type=int, help="of lowpeak")
     add("--window-bytes", type=table.parse_bytes, help="of lowpeak")
     add("--keep-last", type=int, help="of lowpeak")
+    add("--keep-bytes", type=table.parse_bytes, help="of lowpeak")
     add("--json", type=Path, help="write results and environment here")
     return parser
 
@@ -369,7 +371,7 @@ def main(arguments: Sequence[str] | None = None, stream: TextIO = sys.stdout) ->
     title = f"{options.config} without its head, {options.dtype}, attention {options.attention}"
     stream.write(table.heading(title, stream))
     stream.write(render_results(finished))
-    return int(any(one.failure and one.row in (BASELINE, *LOWPEAK, *NATIVE) for one in finished))
+    return int(any(one.failure and one.row in (BASELINE, *OURS, *NATIVE) for one in finished))
 
 
 def _write_json(options: argparse.Namespace, block: Any, results: Sequence[OffloadResult]) -> None:
