@@ -67,6 +67,7 @@ void bind_copy_engine(py::module_& m) {
       .def("allocate", &CopyEngine::allocate, Unlocked(), py::arg("nbytes"),
            py::arg("may_grow") = true)
       .def("allocate_plain", &CopyEngine::allocate_plain, Unlocked(), py::arg("nbytes"))
+      .def("reserve_ring", &CopyEngine::reserve_ring, Unlocked())
       .def("begin_step", &CopyEngine::begin_step, Unlocked(), py::arg("idle_steps"))
       .def("release", &CopyEngine::release, Unlocked(), py::arg("room"))
       .def(

@@ -33,7 +33,7 @@ struct Lanes {
 /// Not synchronised.
 class Bounce {
  public:
-  static constexpr std::size_t number_of_slots = 2;
+  static constexpr std::size_t number_of_slots = 4;
 
   Bounce(std::shared_ptr<host::HostPool> pool, std::shared_ptr<Device> device, Order order)
       : pool_(std::move(pool)), device_(std::move(device)), order_(std::move(order)) {}
@@ -53,30 +53,17 @@ class Bounce {
   /// Pinned bytes of the ring.
   std::size_t nbytes() const noexcept { return number_of_slots * slot_bytes_; }
 
-  /// Makes the ring, as large as pinned memory allows: 8 MiB a slot keep the calls below a
-  /// hundredth of the time, less is better than none.
-  /// @throws host::HostMemoryError where not even the least is to be had, or no stream.
+  /// Makes the ring of what the pool has free, if it has; whether there is one now.
+  ///
+  /// Best done early: when pinned memory is refused, all that there is may be in use.
+  bool reserve() { return ready() || take(most, false) || take(least, false); }
+
+  /// Makes the ring, by a further segment where it must be.
+  /// @throws host::HostMemoryError where not even the least is to be had, or no stream
   void prepare() {
-    if (ready()) return;
-    constexpr std::size_t MiB = std::size_t{1} << 20;
-    struct Size {
-      std::size_t slot;
-      bool may_grow;
-    };
-    constexpr std::array<Size, 4> sizes{
-        {{8 * MiB, false}, {8 * MiB, true}, {MiB, false}, {host::ExtentPool::granule, true}}};
     make_streams();
-    for (const Size& size : sizes) {
-      try {
-        record_ = pool_->allocate_block(number_of_slots * size.slot, size.may_grow);
-        slot_bytes_ = size.slot;
-        break;
-      } catch (const host::HostMemoryError& error) {
-        if (&size == &sizes.back()) throw;
-      }
-    }
-    std::byte* data = pool_->runs(record_).front().data;
-    for (Slot& slot : slots_) slot.data = std::exchange(data, data + slot_bytes_);
+    if (reserve() || take(most, true)) return;
+    allocate(least, true);
   }
 
   Stream out() const noexcept { return out_; }
@@ -116,6 +103,26 @@ class Bounce {
     std::byte* data = nullptr;
     Ticket used;  ///< The end of what used it last.
   };
+
+  /// Bytes of a slot: one thread copies 1 MiB in many times what it takes to queue the copy.
+  static constexpr std::size_t most = std::size_t{1} << 20;
+  static constexpr std::size_t least = host::ExtentPool::granule;
+
+  bool take(std::size_t slot_bytes, bool may_grow) {
+    try {
+      allocate(slot_bytes, may_grow);
+      return true;
+    } catch (const host::HostMemoryError&) {
+      return false;
+    }
+  }
+
+  void allocate(std::size_t slot_bytes, bool may_grow) {
+    record_ = pool_->allocate_block(number_of_slots * slot_bytes, may_grow);
+    slot_bytes_ = slot_bytes;
+    std::byte* data = pool_->runs(record_).front().data;
+    for (Slot& slot : slots_) slot.data = std::exchange(data, data + slot_bytes);
+  }
 
   template <typename Copy>
   void in_pieces(const std::vector<host::Run>& runs, Copy copy) {

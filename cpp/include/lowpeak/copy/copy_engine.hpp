@@ -96,6 +96,12 @@ class CopyEngine {
     return memory_->rooms.allocate_plain(nbytes);
   }
 
+  /// Keeps pinned memory for the ring, if the pool has it free; whether it is kept.
+  bool reserve_ring() {
+    const std::lock_guard<std::mutex> lock(entered());
+    return memory_->bounce.reserve();
+  }
+
   /// A step begins: segments of host memory that none of the last `idle_steps` used go back.
   void begin_step(std::uint64_t idle_steps) {
     const std::lock_guard<std::mutex> lock(entered());

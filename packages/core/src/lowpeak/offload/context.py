@@ -51,8 +51,8 @@ class OffloadActivations:
 
     `device_backend`: "auto" is "torch" (CUDA, ROCm, XPU) where there is a device and otherwise
     "null", with which the context does nothing, as under WSL2; "native" is the native extension's
-    engine on CUDA and ROCm. Integrated GPUs are left alone with any of these names. "sim" lets CPU tensors play a device's; an object is used as the engine
-    (`lowpeak.offload.engine.CopyEngine`).
+    engine on CUDA and ROCm. Integrated GPUs are left alone with any of these names. "sim" lets CPU
+    tensors play a device's; an object is used as the engine (`lowpeak.offload.engine.CopyEngine`).
 
     A tensor changed in place after it was saved raises autograd's own error in backward. With
     `on_mutation="snapshot"` a moved tensor gives its value at saving instead, at the price of a

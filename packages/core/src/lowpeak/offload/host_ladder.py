@@ -48,22 +48,28 @@ class HostLadder:
         self._plain_refusal = ""
         self._plain_refused_bytes = math.inf
         self._told = False
+        self._reserves_ring = pageable
 
     def begin_forward(self, idle_forwards: int) -> None:
         """A forward begins: idle segments go back, and what was refused may be asked for again."""
         with self._lock:
             self._forwards += 1
             self._plain_refused_bytes = math.inf
+            self._reserves_ring = self._pageable
             self._engine.begin_step(idle_forwards)
 
     def allocate(self, nbytes: int) -> int:
         """The number of a room of `nbytes`; OffloadHostMemoryError where no way leads to one."""
         with self._lock:
             room = self._pinned(nbytes)
+            if room is not None and self._reserves_ring:
+                # Now, as all pinned memory may be in use when more is refused. Once a forward.
+                self._reserves_ring = False
+                self._engine.reserve_ring()
             if room is None and self._pageable:
                 room = self._plain(nbytes)
             if room is None:
-                raise OffloadHostMemoryError(self._words())
+                raise OffloadHostMemoryError(self._words(nbytes))
             return room
 
     def _pinned(self, nbytes: int) -> int | None:
@@ -116,10 +122,10 @@ class HostLadder:
             )
         return room
 
-    def _words(self) -> str:
-        plain = f". Plain memory: {self._plain_refusal}" if self._plain_refusal else ""
+    def _words(self, nbytes: int) -> str:
+        plain = f" Plain memory: {self._plain_refusal}." if self._plain_refusal else ""
         return (
-            f"{self._refusal}{plain}. Remedies: raise limit_bytes, or leave it out; give the job "
+            f"no host memory for {nbytes} bytes. Pinned: {self._refusal}.{plain} Remedies: raise limit_bytes, or leave it out; give the job "
             "more host memory or fewer local ranks (LOCAL_WORLD_SIZE); offload fewer bytes "
             "(min_bytes, policy), or shorten the sequence"
         )
