@@ -1,23 +1,44 @@
-"""What only a device with an allocator of its own can show: bytes, streams, growth."""
+"""What only a device with an allocator of its own can show: bytes, streams, growth; each engine."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lowpeak.native import native_available
 from lowpeak.offload import OffloadActivations
+from lowpeak.offload.native_engine import NativeEngine
+from lowpeak.offload.pinned_pool import MIB
 
-pytestmark = pytest.mark.cuda
+NATIVE = pytest.param(
+    "native",
+    marks=pytest.mark.skipif(
+        not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
+    ),
+)
+pytestmark = [pytest.mark.cuda, pytest.mark.parametrize("engine", ["torch", NATIVE])]
 
 WIDTH = 1024
 ROWS = 4096
 LAYERS = 12
 INPUT = ROWS * WIDTH * 4
+
+
+def offload(
+    engine: str, policy: Any = "all", *, use_streams: bool = True, **options: Any
+) -> OffloadActivations:
+    backend: Any = engine
+    if engine == "native":
+        # Segments that the tests can fill; by its name it takes 256 MiB at a time.
+        backend = NativeEngine(segment_bytes=64 * MIB, use_streams=use_streams)
+    return OffloadActivations(policy, use_streams=use_streams, device_backend=backend, **options)
 
 
 def layers() -> torch.nn.ModuleList:
@@ -68,7 +89,7 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("checkpointed", [True, False])
 @pytest.mark.parametrize("policy", ["auto", "all", "checkpoint_inputs"])
 def test_gradients_are_exact_and_the_peak_is_lower(
-    policy: str, checkpointed: bool, use_streams: bool
+    engine: str, policy: str, checkpointed: bool, use_streams: bool
 ) -> None:
     blocks = layers()
     if checkpointed:
@@ -76,11 +97,7 @@ def test_gradients_are_exact_and_the_peak_is_lower(
         for parameter in blocks.parameters():
             parameter.requires_grad_(parameter.dim() == 1)
     plain, plain_peak = run(blocks, nullcontext(), checkpointed=checkpointed)
-    context = OffloadActivations(
-        policy,  # type: ignore[arg-type]
-        use_streams=use_streams,
-        window_bytes=2 * INPUT,
-    )
+    context = offload(engine, policy, use_streams=use_streams, window_bytes=2 * INPUT)
     for _ in range(3):
         ours, peak = run(blocks, context, checkpointed=checkpointed)
         assert exact(ours, plain)
@@ -91,12 +108,13 @@ def test_gradients_are_exact_and_the_peak_is_lower(
     elif policy != "checkpoint_inputs":
         assert peak < 0.7 * plain_peak
     assert context.stats().host_bytes == 0
+    assert engine in context.explain()
 
 
-def test_backward_on_another_stream_and_device_state_is_exact() -> None:
+def test_backward_on_another_stream_and_device_state_is_exact(engine: str) -> None:
     blocks = layers()
     plain, _ = run(blocks, nullcontext(), checkpointed=True)
-    context = OffloadActivations("checkpoint_inputs", window_bytes=2 * INPUT)
+    context = offload(engine, "checkpoint_inputs", window_bytes=2 * INPUT)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -106,7 +124,7 @@ def test_backward_on_another_stream_and_device_state_is_exact() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_contexts_before_one_backward(order: tuple[int, int]) -> None:
+def test_two_contexts_before_one_backward(engine: str, order: tuple[int, int]) -> None:
     blocks = layers()
 
     def losses(contexts: list[AbstractContextManager[object]]) -> list[Tensor]:
@@ -127,17 +145,13 @@ def test_two_contexts_before_one_backward(order: tuple[int, int]) -> None:
         return [p.grad for p in blocks.parameters() if p.grad is not None]
 
     plain = gradients(nullcontext)
-    options = {"min_bytes": 1, "window_bytes": 1 << 20}
-    assert exact(
-        gradients(lambda: OffloadActivations("all", **options)),  # type: ignore[arg-type]
-        plain,
-    )
+    assert exact(gradients(lambda: offload(engine, min_bytes=1, window_bytes=1 << 20)), plain)
 
 
-def test_h5_nothing_grows_over_fifty_steps() -> None:
+def test_h5_nothing_grows_over_fifty_steps(engine: str) -> None:
     """Also with forwards whose backward never runs, of changing lengths."""
     blocks = layers()[:3]
-    context = OffloadActivations("all", window_bytes=1 << 22)
+    context = offload(engine, window_bytes=1 << 22)
     allocated: list[int] = []
     for step in range(50):
         x = torch.randn(2, 64 * (1 + step % 4), WIDTH, device="cuda", requires_grad=True)
@@ -156,9 +170,10 @@ def test_h5_nothing_grows_over_fifty_steps() -> None:
     assert context.stats().host_bytes == 0
 
 
-def test_copies_overlap_nothing_they_should_wait_for() -> None:
+@pytest.mark.parametrize("use_streams", [True, False])
+def test_copies_overlap_nothing_they_should_wait_for(engine: str, use_streams: bool) -> None:
     """The source is written late, by a slow kernel, and its memory used again at once."""
-    context = OffloadActivations("all", keep_last=0, min_bytes=1, window_bytes=0)
+    context = offload(engine, use_streams=use_streams, keep_last=0, min_bytes=1, window_bytes=0)
     for _ in range(10):
         x = torch.randn(1 << 22, device="cuda", requires_grad=True)
         torch.cuda._sleep(20_000_000)
@@ -171,10 +186,13 @@ def test_copies_overlap_nothing_they_should_wait_for() -> None:
         torch.testing.assert_close(x.grad, 2 * (x.detach() * 2).cos(), rtol=0, atol=0)
 
 
-def test_a_late_copy_waits_for_the_stream_that_saved() -> None:
+@pytest.mark.parametrize("use_streams", [True, False])
+def test_a_late_copy_waits_for_the_stream_that_saved(engine: str, use_streams: bool) -> None:
     """The first tensor is saved on one stream, its copy issued with another one current."""
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    context = OffloadActivations("all", keep_last=1, min_bytes=1, window_bytes=1 << 30)
+    context = offload(
+        engine, use_streams=use_streams, keep_last=1, min_bytes=1, window_bytes=1 << 30
+    )
     for _ in range(10):
         x = torch.randn(1 << 20, device="cuda", requires_grad=True)
         y = torch.randn(1 << 20, device="cuda", requires_grad=True)

@@ -60,6 +60,12 @@ def let_driver_fail(engine: NativeSimEngine, times: int) -> None:
         engine.pool(CPU)._native.fail_next(site, 0, times)
 
 
+def fill(engine: NativeSimEngine, rooms: list[Any]) -> None:
+    """Take rooms until there are no more."""
+    while True:
+        rooms.append(engine.allocate(CPU, 2 * MIB))
+
+
 class Steps:
     """Steps of a context, each compared with plain autograd, and what each of them moved where."""
 
@@ -144,10 +150,9 @@ def test_each_way_out_in_its_turn(
     assert 0 < pool.stats().refusals - refusals <= 9
 
     # Plain memory is refused as well: tensors stay on their device, and the amounts are told.
-    rooms = []
+    rooms: list[Any] = []
     with pytest.raises(OffloadHostMemoryError, match=r"Pinned: .*Plain memory: .*Remedies"):
-        while True:
-            rooms.append(engine.allocate(CPU, 2 * MIB))
+        fill(engine, rooms)
     moved = steps.run(held=len(rooms) * 2 * MIB)
     assert (moved["pinned"], moved["plain"]) == (0, 0)
     assert moved["stayed"] >= 6

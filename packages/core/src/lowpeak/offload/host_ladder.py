@@ -125,7 +125,7 @@ class HostLadder:
     def _words(self, nbytes: int) -> str:
         plain = f" Plain memory: {self._plain_refusal}." if self._plain_refusal else ""
         return (
-            f"no host memory for {nbytes} bytes. Pinned: {self._refusal}.{plain} Remedies: raise limit_bytes, or leave it out; give the job "
-            "more host memory or fewer local ranks (LOCAL_WORLD_SIZE); offload fewer bytes "
-            "(min_bytes, policy), or shorten the sequence"
+            f"no host memory for {nbytes} bytes. Pinned: {self._refusal}.{plain} Remedies: raise "
+            "limit_bytes, or leave it out; give the job more host memory or fewer local ranks "
+            "(LOCAL_WORLD_SIZE); offload fewer bytes (min_bytes, policy), or shorten the sequence"
         )
