@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offload_oracle import FAST, same
+from offload_oracle import FAST, collect, same
 from offload_simulated import ENGINES, MODES, assert_nothing_left, simulated
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -133,9 +133,43 @@ def test_backward_fetches_into_what_it_freed(mode: str) -> None:
     context = simulated(mode, keep_bytes=4 * UNIT, window_bytes=UNIT)
     step([UNIT] * 12, context)
     assert context.stats().fetched_ahead_peak_bytes == 5 * UNIT
+    assert context.stats().prefetch_misses.count == 0
     context = simulated(mode, window_bytes=UNIT)
     step([UNIT] * 12, context)
     assert context.stats().fetched_ahead_peak_bytes == UNIT
+    assert context.stats().prefetch_misses.count <= 1
+
+
+@every_mode
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_was_fetched_and_not_used_takes_no_room(mode: str, dropped: bool) -> None:
+    """A backward that fails half way; then a graph's that is there, or the next step's."""
+    context = simulated(mode, keep_bytes=4 * UNIT, window_bytes=UNIT)
+    with context:
+        other = forward([UNIT] * 12, Watch())[1]
+    with context:
+        middle = forward([UNIT] * 8, Watch())[1]
+        out = middle * 1
+        for _ in range(6):
+            out = Saves.apply(out, UNIT, Watch())
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("half way")
+
+    middle.register_hook(fail)
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    assert context.stats().fetched_ahead_peak_bytes > 2 * UNIT
+    if dropped:
+        del middle, out
+        collect()
+    context.reset_stats()
+    if dropped:
+        other.sum().backward()
+    else:
+        step([UNIT] * 12, context)
+    assert context.stats().prefetch_misses.count == 0
+    assert context.stats().fetched_ahead_peak_bytes == 5 * UNIT
 
 
 def test_nothing_is_freed_while_the_graph_is_retained() -> None:

@@ -36,14 +36,15 @@ class Generation:
             self.made += 1
         return len(chain) - 1
 
-    def before(self, device: torch.device, position: int) -> Iterator[Unit]:
-        """The living units saved before a position, the nearest first."""
+    def away_before(self, device: torch.device, position: int) -> Iterator[Unit]:
+        """The units on the host only that were saved before a position, the nearest first."""
         chain = self.chains[device]
         while len(chain) > position + 1 and chain[-1]() is None:
             chain.pop()
         for place in range(min(position, len(chain)) - 1, -1, -1):
             unit = chain[place]()
-            if unit is not None:
+            # Most of those ahead are on their way, which is the cheaper question.
+            if unit is not None and unit.arriving is None and unit.is_away:
                 yield unit
 
     def close(self) -> None:

@@ -300,6 +300,7 @@ class Transfers:
         # Handed out once: from here on the graph's user owns the memory, the unit knows it weakly.
         unit.present = StorageReference(target.untyped_storage()), copy
         unit.arriving = None
+        self.window(unit.device).arrived(unit)
         self.telemetry.trace.end("in", unit.index)
         return unit.view(target.untyped_storage(), layout, base)
 
@@ -325,9 +326,7 @@ class Transfers:
         free = window.limit_back - window.arriving_bytes()
         if self.engine.overlaps:
             free += max(0, self._keep_bytes - generation.pending.bytes(unit.device))
-        for coming in generation.before(unit.device, place):
-            if not coming.is_away:
-                continue
+        for coming in generation.away_before(unit.device, place):
             free -= coming.nbytes
             if free < 0 or not self._fetch(coming, window):
                 return

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import deque
+from functools import partial
 
 import torch
 
@@ -38,7 +39,9 @@ class Window:
         self._largest_now = 0
         self._largest_before = 0
         self._leaving: deque[UnitReference] = deque()
-        self._arriving: list[UnitReference] = []
+        self._arriving: dict[int, tuple[UnitReference, int]] = {}
+        self._arriving_bytes = 0
+        self._ended: deque[int] = deque()
         # Let go while somebody else held the memory, which may end with the user's next statement.
         self._referenced: deque[UnitReference] = deque(maxlen=REFERENCES_WATCHED)
 
@@ -75,8 +78,12 @@ class Window:
         return bool(self._leaving)
 
     def begin_forward(self) -> None:
-        """What was copied two forwards ago no longer counts for the limit."""
+        """Count no more what was copied two forwards ago, and what was fetched and given up."""
         self._largest_before, self._largest_now = self._largest_now, 0
+        for index, (reference, _) in list(self._arriving.items()):
+            unit = reference()
+            if unit is None or unit.arriving is None:
+                self._no_longer_arrives(index)
 
     def leave(self, unit: Unit) -> None:
         """A copy out was issued: count it, and let go what may go."""
@@ -122,15 +129,26 @@ class Window:
 
     def arriving_bytes(self) -> int:
         """Bytes fetched ahead that nobody took yet."""
-        self._arriving = [
-            reference
-            for reference in self._arriving
-            if (unit := reference()) is not None and unit.arriving is not None
-        ]
-        alive = (reference() for reference in self._arriving)
-        return sum(unit.nbytes for unit in alive if unit is not None)
+        while self._ended:
+            self._no_longer_arrives(self._ended.popleft())
+        return self._arriving_bytes
 
     def arrive(self, unit: Unit) -> None:
         """A unit was fetched ahead."""
-        self._arriving.append(weakref.ref(unit))
+        # The end of a unit may interrupt anything, so it is only queued.
+        ended = partial(_note_end, self._ended, unit.index)
+        self._arriving[unit.index] = weakref.ref(unit, ended), unit.nbytes
+        self._arriving_bytes += unit.nbytes
         self._telemetry.note_fetched_ahead(self.arriving_bytes())
+
+    def arrived(self, unit: Unit) -> None:
+        """A unit that may have been fetched ahead was taken."""
+        self._no_longer_arrives(unit.index)
+
+    def _no_longer_arrives(self, index: int) -> None:
+        _, nbytes = self._arriving.pop(index, (None, 0))
+        self._arriving_bytes -= nbytes
+
+
+def _note_end(ended: deque[int], index: int, _reference: UnitReference) -> None:
+    ended.append(index)
