@@ -22,7 +22,7 @@ constexpr SimMode modes[] = {SimMode::laziest, SimMode::eager, SimMode::random};
 struct Small : Sim {
   Small(SimMode mode, std::uint64_t seed) : Sim(8 * MiB, mode, seed) {
     taken = engine->allocate(MiB);
-    CHECK(engine->reserve_ring());
+    engine->release(engine->allocate_plain(1));
     CHECK(engine->statistics().ring_bytes == 256 * KiB);
   }
   static constexpr std::size_t size = 9 * 64 * KiB + 100;
@@ -145,6 +145,23 @@ void the_ladder() {
   CHECK(rig.engine->statistics().plain_reserved_bytes == 0);
 }
 
+/// The ring that is made early takes a sixty-fourth of what there is.
+void an_early_ring_is_small() {
+  Sim rig(300 * MiB, SimMode::laziest, 0);
+  rig.engine->allocate(15 * MiB);
+  rig.engine->allocate(64 * KiB - 1);
+  CHECK(rig.pool->statistics().pool.reserved == 16 * MiB);
+  CHECK(rig.engine->reserve_ring() && rig.engine->reserve_ring());
+  CHECK(rig.engine->statistics().ring_bytes == 256 * KiB);
+  Sim smaller(300 * MiB, SimMode::laziest, 0);
+  smaller.engine->allocate(13 * MiB);
+  CHECK(!smaller.engine->reserve_ring());
+  Sim larger(300 * MiB, SimMode::laziest, 0);
+  larger.engine->release(larger.engine->allocate(256 * MiB));
+  CHECK(larger.engine->reserve_ring());
+  CHECK(larger.engine->statistics().ring_bytes == 4 * MiB);
+}
+
 /// Without pinned memory for the ring there is no way to plain memory either.
 void no_ring() {
   Sim rig(32 * MiB, SimMode::laziest, 0);
@@ -225,6 +242,7 @@ void idle_segments_wait_for_their_copies() {
 
 int main() {
   the_ladder();
+  an_early_ring_is_small();
   no_ring();
   idle_segments_wait_for_their_copies();
   for (const SimMode mode : modes) {

@@ -53,16 +53,21 @@ class Bounce {
   /// Pinned bytes of the ring.
   std::size_t nbytes() const noexcept { return number_of_slots * slot_bytes_; }
 
-  /// Makes the ring of what the pool has free, if it has; whether there is one now.
+  /// Makes the ring of what the pool has free, if that is a small part of it; whether there is one.
   ///
   /// Best done early: when pinned memory is refused, all that there is may be in use.
-  bool reserve() { return ready() || take(most, false) || take(least, false); }
+  bool reserve() {
+    if (ready()) return true;
+    const std::size_t part = pool_->statistics().pool.reserved / 64;
+    return (most <= part / number_of_slots && take(most, false)) ||
+           (least <= part / number_of_slots && take(least, false));
+  }
 
   /// Makes the ring, by a further segment where it must be.
   /// @throws host::HostMemoryError where not even the least is to be had, or no stream
   void prepare() {
     make_streams();
-    if (reserve() || take(most, true)) return;
+    if (ready() || take(most, false) || take(least, false) || take(most, true)) return;
     allocate(least, true);
   }
 

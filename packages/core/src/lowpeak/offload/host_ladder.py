@@ -55,7 +55,6 @@ class HostLadder:
         with self._lock:
             self._forwards += 1
             self._plain_refused_bytes = math.inf
-            self._reserves_ring = self._pageable
             self._engine.begin_step(idle_forwards)
 
     def allocate(self, nbytes: int) -> int:
@@ -63,9 +62,8 @@ class HostLadder:
         with self._lock:
             room = self._pinned(nbytes)
             if room is not None and self._reserves_ring:
-                # Now, as all pinned memory may be in use when more is refused. Once a forward.
-                self._reserves_ring = False
-                self._engine.reserve_ring()
+                # Now, as all pinned memory may be in use when more is refused.
+                self._reserves_ring = not self._engine.reserve_ring()
             if room is None and self._pageable:
                 room = self._plain(nbytes)
             if room is None:
