@@ -111,11 +111,28 @@ void each_lacks_a_symbol() {
         "libamdhip64.so has no hipMemcpyDtoHAsync");
 }
 
+/// An old driver has no way to plain memory, and all else.
+void copies_without_functions_of_the_host(const std::string& backend) {
+  CopyEngine engine(make_pool(), make_streams(backend, 1, "", 0));
+  unsigned char source[3] = {1, 2, 3}, target[3] = {};
+  const auto room = engine.allocate(3);
+  const Ticket out = engine.copy_out(room, reinterpret_cast<std::uintptr_t>(source), 3, 5);
+  engine.copy_in(room, reinterpret_cast<std::uintptr_t>(target), 3, 5, out);
+  CHECK(target[2] == 3);
+  CHECK(error_of([&] { engine.allocate_plain(3); }) ==
+        "no way to plain memory: the driver runs no functions of the host");
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   if (arguments[1] == std::string("without_symbol")) {
     each_lacks_a_symbol();
+    return 0;
+  }
+  if (arguments[1] == std::string("without_host_function")) {
+    copies_without_functions_of_the_host("cuda");
+    copies_without_functions_of_the_host("hip");
     return 0;
   }
   each_call_tells_its_error("cuda", "CUDA");

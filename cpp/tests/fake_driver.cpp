@@ -1,6 +1,6 @@
 // Stands for libcuda.so.1 and libamdhip64.so where there is no GPU: the same symbols, the same
-// answers, and FAKE_FAIL names the call that fails, FAKE_CODE how. -DWITHOUT_REGISTER leaves one
-// symbol out.
+// answers, and FAKE_FAIL names the call that fails, FAKE_CODE how. -DWITHOUT_REGISTER and
+// -DWITHOUT_HOST_FUNCTION leave a symbol out.
 
 #include <cstddef>
 #include <cstdint>
@@ -123,7 +123,7 @@ int cuMemcpyHtoDAsync_v2(std::uintptr_t device, const void* host, std::size_t nb
   std::memcpy(reinterpret_cast<void*>(device), host, nbytes);
   return in_context("copy_in");
 }
-#ifndef WITHOUT_REGISTER
+#ifndef WITHOUT_HOST_FUNCTION
 int cuLaunchHostFunc(std::uintptr_t, void (*function)(void*), void* data) {
   const int code = in_context("run_on_host");
   if (code == 0) function(data);
@@ -193,7 +193,7 @@ int hipMemcpyHtoDAsync(std::uintptr_t device, const void* host, std::size_t nbyt
   std::memcpy(reinterpret_cast<void*>(device), host, nbytes);
   return on_device("copy_in");
 }
-#ifndef WITHOUT_REGISTER
+#ifndef WITHOUT_HOST_FUNCTION
 int hipLaunchHostFunc(std::uintptr_t, void (*function)(void*), void* data) {
   const int code = on_device("run_on_host");
   if (code == 0) function(data);

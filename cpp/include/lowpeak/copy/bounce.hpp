@@ -145,6 +145,10 @@ class Bounce {
   }
 
   void make_streams() {
+    if (!device_->runs_on_host()) {
+      throw host::HostMemoryError(
+          "no way to plain memory: the driver runs no functions of the host");
+    }
     try {
       if (out_ == 0) out_ = device_->create_stream();
       if (in_ == 0) in_ = device_->create_stream();

@@ -98,6 +98,7 @@ class Device {
     run(CopySite::copy_in, [&] { return driver_->copy_in(device, host, nbytes, stream); });
   }
 
+  bool runs_on_host() const noexcept { return driver_->runs_on_host(); }
   void run_on_host(const std::function<void()>& action, Stream stream) {
     run(CopySite::run_on_host, [&] { return driver_->run_on_host(action, stream); });
   }

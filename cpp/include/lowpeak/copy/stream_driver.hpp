@@ -45,6 +45,9 @@ class StreamDriver {
   virtual Outcome copy_in(std::uintptr_t device, const std::byte* host, std::size_t nbytes,
                           Stream stream) = 0;
 
+  /// Whether run_on_host() is to be had.
+  virtual bool runs_on_host() const noexcept { return true; }
+
   /// Runs an action on a thread of the host when the stream comes to it; the stream goes on after
   /// it. It calls no driver.
   virtual Outcome run_on_host(std::function<void()> action, Stream stream) = 0;

@@ -2,7 +2,6 @@
 
 #include <functional>
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "lowpeak/copy/stream_driver.hpp"
@@ -81,10 +80,10 @@ class VendorStreams final : public StreamDriver {
                         [&] { return copy_in_(device, host, nbytes, stream); });
   }
 
+  bool runs_on_host() const noexcept override { return run_on_host_ != nullptr; }
+
+  /// Only where runs_on_host().
   Outcome run_on_host(std::function<void()> action, Stream stream) override {
-    if (run_on_host_ == nullptr) {
-      return {false, std::string("the driver is too old for ") + Vendor::run_on_host.name};
-    }
     auto owned = std::make_unique<std::function<void()>>(std::move(action));
     const Outcome outcome = context_.run(Vendor::run_on_host.name, [&] {
       return run_on_host_(stream, &VendorStreams::run_once, owned.get());
