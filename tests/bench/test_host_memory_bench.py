@@ -46,7 +46,7 @@ def test_a_backend_that_is_not_there_is_a_result(monkeypatch: pytest.MonkeyPatch
 def test_a_soak_in_small(tmp_path: Path) -> None:
     stream, target = io.StringIO(), tmp_path / "soak.json"
     arguments = ["--backend", "sim", "--device", "cpu", "--config", "tiny", "--dtype", "float32"]
-    arguments += ["--layers", "3", "--shortest", "4", "--longest", "32"]
+    arguments += ["--window-bytes", "0", "--layers", "3", "--shortest", "4", "--longest", "32"]
     arguments += ["--minutes", "0.015", "--window-seconds", "0.3", "--json", str(target)]
     offload_soak.main(arguments, stream)  # other tests make the process grow at any time
     document = json.loads(target.read_text())

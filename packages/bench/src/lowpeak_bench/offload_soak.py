@@ -63,6 +63,7 @@ class Soak:
             "checkpoint_inputs",
             device_backend=self.engine if self.engine is not None else "torch",
             min_bytes=0,
+            window_bytes=options.window_bytes,
         )
         self._body = build_layers(options, self.device)
         self._generator = torch.Generator().manual_seed(0)
@@ -192,6 +193,7 @@ def parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=5.0)
     add("--window-seconds", type=float, default=30.0, help="three windows at least are run")
     add("--backend", choices=("native", "torch", "sim"), default="native" if on_cuda else "sim")
+    add("--window-bytes", type=table.parse_bytes, help="in flight, of lowpeak")
     add("--config", choices=tuple(CONFIGS), default="gemma-3-1b" if on_cuda else "tiny")
     add("--layers", type=int, default=6)
     add("--shortest", type=int, default=512, help="tokens")
