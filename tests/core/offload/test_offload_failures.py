@@ -151,6 +151,27 @@ def test_without_host_memory_tensors_stay(mode: str, caplog: pytest.LogCaptureFi
     assert "injected: no host memory" in caplog.text
 
 
+def test_what_was_refused_is_tried_again() -> None:
+    """Memory that comes back is used: what found none is no lesson on the end of a forward."""
+
+    def copied(context: OffloadActivations) -> int:
+        before = context.stats().copied_out.count
+        x = torch.randn(SHAPE, requires_grad=True)
+        with context:
+            out = x
+            for _ in range(6):
+                out = out.sin().exp()
+        out.sum().backward()
+        return context.stats().copied_out.count - before
+
+    engine = FailingEngine("allocate", 3, lasting=True, mode="laziest")
+    context = failing(engine, window_bytes=16 * BYTES)
+    assert copied(context) == 2
+    engine.repair()
+    healthy = failing(FailingEngine("nothing", 0, mode="laziest"), window_bytes=16 * BYTES)
+    assert copied(context) == copied(healthy) > 2
+
+
 @every_mode
 @pytest.mark.parametrize("call", ["copy_out", "copy_in"])
 def test_a_failed_copy_names_the_tensor(mode: str, call: str) -> None:

@@ -205,13 +205,13 @@ class Transfers:
         try:
             source = unit.bytes_to_copy()
         except torch.OutOfMemoryError:
-            self.telemetry.keep("device_memory", unit.nbytes)
+            self._refuse(unit, "device_memory")
             return
         try:
             room = self.engine.allocate(unit.device, unit.nbytes)
         except OffloadHostMemoryError as error:
             self._tell_host_memory(error)
-            self.telemetry.keep("host_memory", unit.nbytes)
+            self._refuse(unit, "host_memory")
             return
         try:
             with nvtx_range(unit.device, f"offload out {unit.index}"):
@@ -229,6 +229,11 @@ class Transfers:
         self.telemetry.trace.begin("out", unit.index, unit.nbytes)
         self.window(unit.device).leave(unit)
 
+    def _refuse(self, unit: Unit, reason: str) -> None:
+        """The unit stays, this time."""
+        unit.refused = True
+        self.telemetry.keep(reason, unit.nbytes)
+
     def restore(
         self, unit: Unit, layout: Layout, place: int, generation: Generation, *, changed: bool
     ) -> torch.Tensor:
@@ -245,7 +250,7 @@ class Transfers:
             if unit.is_referenced:
                 unit.reported = True
                 self.telemetry.count("still_referenced", unit.nbytes)
-            if unit.source is not None:
+            if unit.source is not None and not unit.refused:
                 generation.found_on_device[unit.place] = unit.nbytes
             data = self._on_device(unit, layout, changed=changed)
             capturing = self.engine.capturing(unit.device)

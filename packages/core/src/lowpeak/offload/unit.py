@@ -78,6 +78,7 @@ class Unit:
         "place",
         "present",
         "record",
+        "refused",
         "reported",
         "room",
         "source",
@@ -125,6 +126,8 @@ class Unit:
         self.arriving: tuple[torch.Tensor, Copy] | None = None
         self.present: tuple[StorageReference, Copy] | None = None
         self.failure: str | None = None
+        # It was to leave, and there was no memory for it.
+        self.refused = False
         self.reported = False
         self.on_release = on_release
         # Where to leave what cannot be given back while a graph is captured.
