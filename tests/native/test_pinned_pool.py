@@ -147,9 +147,9 @@ def test_auto_takes_what_the_machine_has() -> None:
 def test_a_gpu_copies_at_once_from_a_block() -> None:
     pool = PinnedPool(**SMALL)
     host = torch.frombuffer(pool.allocate(4 * MIB), dtype=torch.float32)
-    assert host.is_pinned()
     host.copy_(torch.arange(MIB, dtype=torch.float32))
     there = host.to("cuda", non_blocking=True)
+    assert host.is_pinned()  # torch says no before it has used CUDA
     host.copy_(there.mul(2), non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(host, torch.arange(MIB, dtype=torch.float32) * 2)
