@@ -62,6 +62,15 @@ def test_a_soak_in_small(tmp_path: Path) -> None:
     assert stream.getvalue().startswith("| window | steps |")
 
 
+def test_the_same_steps_without_offload() -> None:
+    stream = io.StringIO()
+    arguments = ["--backend", "none", "--device", "cpu", "--config", "tiny", "--dtype", "float32"]
+    arguments += ["--layers", "2", "--longest", "32", "--shortest", "4", "--minutes", "0.001"]
+    offload_soak.main([*arguments, "--window-seconds", "0.01"], stream)
+    row = stream.getvalue().splitlines()[2].split("|")
+    assert [cell.strip() for cell in row[4:7]] == ["-", "-", "-"], "nothing on the host"
+
+
 def test_growth_is_what_is_over_two_percent_of_the_second_window() -> None:
     windows = [Window(1, 1, 1, 100, 100, 100) for _ in range(4)]
     windows[0] = Window(1, 1, 1, 1, 1, 1)

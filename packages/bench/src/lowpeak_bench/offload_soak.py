@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ from lowpeak_bench.training_cases import CONFIGS
 # What a window may be above the second, in which everything has been warm for a while.
 TOLERANCE = 1.02
 FEWEST_WINDOWS = 3
+BACKENDS = ("native", "torch", "none", "sim")
 
 
 @dataclass
@@ -59,12 +61,14 @@ class Soak:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
         self.engine = make_engine(options.backend)
-        self.context = OffloadActivations(
-            "checkpoint_inputs",
-            device_backend=self.engine if self.engine is not None else "torch",
-            min_bytes=0,
-            window_bytes=options.window_bytes,
-        )
+        self.context: AbstractContextManager[object] = nullcontext()
+        if options.backend != "none":
+            self.context = OffloadActivations(
+                "checkpoint_inputs",
+                device_backend=self.engine if self.engine is not None else "torch",
+                min_bytes=0,
+                window_bytes=options.window_bytes,
+            )
         self._body = build_layers(options, self.device)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -107,7 +111,7 @@ class Soak:
 
 
 def make_engine(backend: str) -> NativeEngine | None:
-    """The engine of a backend's name; None for torch's, which keeps no pool."""
+    """The engine of a backend's name; None for torch's, which keeps no pool, and for none."""
     if backend == "native":
         return NativeEngine()
     return NativeSimEngine(mode="random") if backend == "sim" else None
@@ -192,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--minutes", type=float, default=5.0)
     add("--window-seconds", type=float, default=30.0, help="three windows at least are run")
-    add("--backend", choices=("native", "torch", "sim"), default="native" if on_cuda else "sim")
+    add("--backend", choices=BACKENDS, default="native" if on_cuda else "sim")
     add("--window-bytes", type=table.parse_bytes, help="in flight, of lowpeak")
     add("--config", choices=tuple(CONFIGS), default="gemma-3-1b" if on_cuda else "tiny")
     add("--layers", type=int, default=6)
