@@ -62,6 +62,7 @@ def test_a_soak_in_small(tmp_path: Path) -> None:
     assert stream.getvalue().startswith("| window | steps |")
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers 5.24
 def test_the_same_steps_without_offload() -> None:
     stream = io.StringIO()
     arguments = ["--backend", "none", "--device", "cpu", "--config", "tiny", "--dtype", "float32"]
