@@ -172,6 +172,21 @@ def test_what_was_refused_is_tried_again() -> None:
     assert copied(context) == copied(healthy) > 2
 
 
+def test_memory_of_a_dropped_graph_stays_where_no_wait_is_possible(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A copy that is still to run must not read what the allocator gave to somebody else."""
+    engine = FailingEngine("wait", 1, lasting=True, mode="laziest")
+    context = failing(engine, window_bytes=16 * BYTES)
+    with context:
+        out = torch.randn(SHAPE, requires_grad=True).sin().exp().sin().exp()
+    del out
+    kept = [record for record in caplog.records if "its memory is kept" in record.getMessage()]
+    assert len(kept) == len(caplog.records) > 0
+    engine.repair()
+    assert_nothing_left(context, kept=len(kept))  # runs the copies; raises where memory was let go
+
+
 @every_mode
 @pytest.mark.parametrize("call", ["copy_out", "copy_in"])
 def test_a_failed_copy_names_the_tensor(mode: str, call: str) -> None:

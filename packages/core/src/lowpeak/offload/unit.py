@@ -263,6 +263,10 @@ class Unit:
             remains.clear()
 
 
+# Memory under copies that nothing could be ordered behind.
+_never_given_back: list[torch.Tensor] = []
+
+
 class Remains:
     """What a dropped unit leaves: device memory under copies, and host memory."""
 
@@ -279,13 +283,14 @@ class Remains:
 
     def clear(self) -> None:
         """Give all of it back, the device memory behind its copies."""
-        try:
-            for copy, memory in self.held:
+        while self.held:
+            copy, memory = self.held.pop()
+            try:
                 self._engine.wait(copy, memory)
-        except Exception as error:
-            # Nobody can catch what a finaliser raises; the device is lost to others as well.
-            logger.error("copies of a graph that is gone: %s", str(error))
-        self.held.clear()
+            except Exception as error:
+                # Nobody can catch what a finaliser raises.
+                _never_given_back.append(memory)
+                logger.error("a copy of a graph that is gone, its memory is kept: %s", str(error))
         self._engine.release(self._room)
         self._on_release(self._nbytes)
 
