@@ -175,14 +175,18 @@ def test_what_was_refused_is_tried_again() -> None:
 def test_memory_of_a_dropped_graph_stays_where_no_wait_is_possible(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A copy that is still to run must not read what the allocator gave to somebody else."""
-    engine = FailingEngine("wait", 1, lasting=True, mode="laziest")
-    context = failing(engine, window_bytes=16 * BYTES)
+    """A copy that is still to run must not write into what the allocator gave to somebody else."""
+    engine = FailingEngine("nothing", 1, lasting=True, mode="laziest")
+    context = failing(engine, window_bytes=2 * BYTES)
     with context:
-        out = torch.randn(SHAPE, requires_grad=True).sin().exp().sin().exp()
-    del out
+        late = torch.randn(SHAPE, requires_grad=True).sin().exp().sin().exp()
+        out = late.sin().exp()
+    torch.autograd.grad(out.sum(), late)  # fetches ahead what is saved before `late`
+    engine.call = "wait"
+    del out, late
     kept = [record for record in caplog.records if "its memory is kept" in record.getMessage()]
     assert len(kept) == len(caplog.records) > 0
+    collect()  # the error and the frame that raised it hold each other, and the memory
     assert engine.held() == len(kept)
     engine.repair()
     assert_nothing_left(context, kept=len(kept))
