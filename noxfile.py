@@ -24,6 +24,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 DISTRIBUTIONS = [f"./packages/{name}" for name in ("core", "trainers", "bench")]
 EDITABLE = [argument for path in DISTRIBUTIONS for argument in ("-e", path)]
 CPU = ("-c", "constraints/cpu.txt")
+WHEELS = "LOWPEAK_WHEELS"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,25 @@ def group(name: str) -> list[str]:
     return list(nox.project.dependency_groups(PROJECT, name))
 
 
+def built_wheels(session: nox.Session) -> list[str]:
+    """The wheels in the folder that LOWPEAK_WHEELS names, to be tested as they are; none unset."""
+    folder = os.environ.get(WHEELS)
+    if folder is None:
+        return []
+    wheels = sorted(str(path.resolve()) for path in Path(folder).glob("lowpeak_*.whl"))
+    if len(wheels) != len(DISTRIBUTIONS):
+        session.error(f"{WHEELS}={folder}: {len(wheels)} wheels, not {len(DISTRIBUTIONS)}")
+    return wheels
+
+
+def install_lowpeak(session: nox.Session, *requirements: str) -> None:
+    """Install the checkout, or the wheels of LOWPEAK_WHEELS, and what else a session needs."""
+    wheels = built_wheels(session)
+    session.install(*requirements, *(wheels or EDITABLE))
+    if wheels:  # over an earlier install of the same version
+        session.install("--force-reinstall", "--no-deps", *wheels)
+
+
 def without_venv(session: nox.Session) -> bool:
     """Whether nox runs with --no-venv: nothing may be installed then."""
     return session.venv_backend == "none"
@@ -76,7 +96,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(name="test-cpu")
 def test_cpu(session: nox.Session) -> None:
     """Run the whole suite on the CPU; Triton kernels go through the interpreter."""
-    session.install(*CPU, *EDITABLE, "triton", "peft", "gguf", *group("test"))
+    install_lowpeak(session, *CPU, "triton", "peft", "gguf", *group("test"))
     session.run("pytest", "-n", "auto", "--dist", "loadfile", "--timeout", "600", *session.posargs)
 
 
@@ -105,7 +125,7 @@ def run_gpu_suite(session: nox.Session, name: str) -> None:
     if not without_venv(session):
         if not backend.present():
             session.skip(f"no {backend.gpu} found")
-        session.install(*EDITABLE, "peft", "gguf", *group("test"))
+        install_lowpeak(session, "peft", "gguf", *group("test"))
     probe = f"import torch; print('yes' if {backend.torch_sees_it} else 'no')"
     answer = session.run(python, "-c", probe, silent=True, external=True)
     if str(answer).split()[-1] != "yes":
@@ -119,11 +139,13 @@ def run_gpu_suite(session: nox.Session, name: str) -> None:
 def offline_site(session: nox.Session) -> str:
     """A PYTHONPATH with the three packages, made without network from what is installed here."""
     folders = [str(ROOT / path / "src") for path in DISTRIBUTIONS]
-    if can_build_here():
+    wheels = built_wheels(session)
+    if wheels or can_build_here():
         site = Path(session.create_tmp()).resolve() / "site"  # tests change the folder
         shutil.rmtree(site, ignore_errors=True)
         offline = ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(site)]
-        session.run(sys.executable, "-m", "pip", "install", *offline, *DISTRIBUTIONS, external=True)
+        sources = wheels or DISTRIBUTIONS
+        session.run(sys.executable, "-m", "pip", "install", *offline, *sources, external=True)
         folders = [str(site)]
     else:
         session.warn(
