@@ -94,6 +94,7 @@ def lm_head_fold_product_kernel(
 ):
     row_blocks = tl.cdiv(rows, BLOCK_N)
     spans = tl.cdiv(width, BLOCK_V * SPAN)
+    apart = tl.cast(rows, tl.int64)  # the sums of two spans
     for item in range(tl.program_id(0), row_blocks * spans, programs):
         row_block, span = grouped(item, row_blocks, spans, GROUP)
         start_n = row_block * BLOCK_N
@@ -160,8 +161,8 @@ def lm_head_fold_product_kernel(
                 kept = kept.to(exponentials.dtype)
                 exponentials.store([start_n, start_v], kept)
                 kept_sum += tl.sum(kept.to(tl.float32), axis=1)
-                tl.store(excess_ptr + (start_v // BLOCK_V) * rows + row, excess, mask=counts)
-        place = span * rows + row
+                tl.store(excess_ptr + (start_v // BLOCK_V) * apart + row, excess, mask=counts)
+        place = span * apart + row
         tl.store(maximum_ptr + place, maximum * slope, mask=counts)
         tl.store(sum_exp_ptr + place, sum_exp, mask=counts)
         if ENTROPY:

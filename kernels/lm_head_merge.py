@@ -72,7 +72,7 @@ def lm_head_merge_kernel(
     merged = old
     for first in range(0, spans, SPANS):
         span = first + tl.arange(0, SPANS)
-        place = span[:, None] * rows + row[None, :]
+        place = span[:, None].to(tl.int64) * rows + row[None, :]
         mask = (span < spans)[:, None] & inside[None, :]
         maxima = tl.load(maximum_parts_ptr + place, mask=mask, other=float("-inf"))
         merged = tl.maximum(merged, tl.max(maxima, axis=0))
@@ -92,7 +92,7 @@ def lm_head_merge_kernel(
         before = tl.load(maximum_before_ptr + row, mask=inside, other=float("-inf"))
     for first in range(0, spans, SPANS):
         span = first + tl.arange(0, SPANS)
-        place = span[:, None] * rows + row[None, :]
+        place = span[:, None].to(tl.int64) * rows + row[None, :]
         mask = (span < spans)[:, None] & inside[None, :]
         maxima = tl.load(maximum_parts_ptr + place, mask=mask, other=float("-inf"))
         sums = tl.load(sum_exp_parts_ptr + place, mask=mask, other=0.0)
