@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -106,6 +106,16 @@ def test_cuda(session: nox.Session) -> None:
     run_gpu_suite(session, "cuda")
 
 
+@nox.session(name="test-sanitizer")
+def test_sanitizer(session: nox.Session) -> None:
+    """Run tests under NVIDIA's compute-sanitizer: `-- PATHS`; kernels unless told otherwise."""
+    if shutil.which("compute-sanitizer") is None:
+        session.skip("no compute-sanitizer found; it comes with the CUDA toolkit")
+    options = ("--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
+    paths = session.posargs or ["tests/kernels"]
+    run_gpu_suite(session, "cuda", ["compute-sanitizer", *options], paths)
+
+
 @nox.session(name="test-rocm")
 def test_rocm(session: nox.Session) -> None:
     """Run the whole suite on AMD GPUs; use --no-venv where torch for ROCm is installed."""
@@ -118,8 +128,16 @@ def test_xpu(session: nox.Session) -> None:
     run_gpu_suite(session, "xpu")
 
 
-def run_gpu_suite(session: nox.Session, name: str) -> None:
-    """Run pytest with the GPU visible, or end the session with one line on what is missing."""
+def run_gpu_suite(
+    session: nox.Session,
+    name: str,
+    under: Sequence[str] = (),
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Run pytest with the GPU visible, or end the session with one line on what is missing.
+
+    `under` is a program that runs it; `arguments` are the session's own unless given.
+    """
     backend = BACKENDS[name]
     python = sys.executable if without_venv(session) else "python"
     if not without_venv(session):
@@ -133,7 +151,8 @@ def run_gpu_suite(session: nox.Session, name: str) -> None:
     environment: dict[str, str | None] = {"TRITON_INTERPRET": None}
     if without_venv(session):
         environment["PYTHONPATH"] = offline_site(session)
-    session.run(python, "-m", "pytest", *session.posargs, env=environment, external=True)
+    pytest = ("-m", "pytest", *(session.posargs if arguments is None else arguments))
+    session.run(*under, python, *pytest, env=environment, external=True)
 
 
 def offline_site(session: nox.Session) -> str:
