@@ -26,11 +26,14 @@ if not (HAS_CUDA or HAS_XPU):
     # Kernel tests then run on CPU tensors; triton reads this when a kernel is decorated.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from lowpeak.native import native_available
+
 HARDWARE = {
     "cuda": (HAS_CUDA, "needs a GPU behind torch.cuda"),
     "rocm": (HAS_ROCM, "needs an AMD GPU"),
     "xpu": (HAS_XPU, "needs an Intel GPU"),
     "multigpu": (torch.cuda.device_count() > 1, "needs two GPUs behind torch.cuda"),
+    "native": (native_available() and sys.platform == "linux", "lowpeak._native is not built"),
 }
 
 

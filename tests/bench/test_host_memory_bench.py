@@ -2,23 +2,17 @@
 
 import io
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from lowpeak.native import native_available
 from lowpeak_bench import host_memory, offload_soak
 from lowpeak_bench.offload_soak import Window, grown, render_windows
 from lowpeak_bench.table import MIB
 
-native = pytest.mark.skipif(
-    not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
-)
 
-
-@native
+@pytest.mark.native
 def test_a_pool_of_plain_memory_is_measured(tmp_path: Path) -> None:
     stream, target = io.StringIO(), tmp_path / "rates.json"
     arguments = ["--device", "cpu", "--backend", "null", "--bytes", "16MiB", "--threads", "1", "2"]
@@ -32,7 +26,7 @@ def test_a_pool_of_plain_memory_is_measured(tmp_path: Path) -> None:
     assert stream.getvalue().count("\n") == 4
 
 
-@native
+@pytest.mark.native
 def test_a_backend_that_is_not_there_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
     stream = io.StringIO()
@@ -41,7 +35,7 @@ def test_a_backend_that_is_not_there_is_a_result(monkeypatch: pytest.MonkeyPatch
     assert "- PinnedPool, 4 threads: " in stream.getvalue()
 
 
-@native
+@pytest.mark.native
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers 5.24
 def test_a_soak_in_small(tmp_path: Path) -> None:
     stream, target = io.StringIO(), tmp_path / "soak.json"

@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from lowpeak.native import native_available
 from lowpeak_bench.offload import (
     BASELINE,
     OffloadResult,
@@ -158,9 +156,7 @@ def test_peaks(tmp_path: Path) -> None:
     assert found[False, "lowpeak all"] < found[False, BASELINE]
 
 
-@pytest.mark.skipif(
-    not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
-)
+@pytest.mark.native
 def test_rows_of_the_native_engine_move_the_same(tmp_path: Path) -> None:
     rows = ["--rows", LOWPEAK[1], f"{LOWPEAK[1]} native", f"{LAST} native", f"{KEEPING} native"]
     status, results, _ = run(tmp_path, "--settings", f"{TOKENS}", *rows, *SIMULATED)

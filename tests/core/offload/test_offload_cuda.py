@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,17 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowpeak.native import native_available
 from lowpeak.offload import OffloadActivations
 from lowpeak.offload.native_engine import NativeEngine
 from lowpeak.offload.pinned_pool import MIB
 
-NATIVE = pytest.param(
-    "native",
-    marks=pytest.mark.skipif(
-        not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
-    ),
-)
+NATIVE = pytest.param("native", marks=pytest.mark.native)
 pytestmark = [pytest.mark.cuda, pytest.mark.parametrize("engine", ["torch", NATIVE])]
 
 WIDTH = 1024

@@ -6,7 +6,6 @@ What it shares with torch's engine is tested there, for both.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from contextlib import nullcontext
 
@@ -14,16 +13,13 @@ import pytest
 import torch
 from test_offload_cuda import LAYERS, WIDTH, exact, layers, run
 
-from lowpeak.native import native_available
 from lowpeak.offload import OffloadActivations, OffloadError
 from lowpeak.offload.native_engine import NativeEngine
 from lowpeak.offload.pinned_pool import MIB
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
-    ),
+    pytest.mark.native,
 ]
 FOREVER = 1 << 40
 

@@ -32,16 +32,13 @@ from offload_simulated import (
 from test_offload_graphs import SETTINGS, Setting, check
 from torch import Tensor
 
-from lowpeak.native import native_available
 from lowpeak.offload import OffloadActivations, OffloadError, OffloadHostMemoryError
 from lowpeak.offload.context import choose_engine
 from lowpeak.offload.native_engine import NativeEngine, NativeSimEngine
 from lowpeak.offload.pinned_pool import MIB
 
 pytestmark = [
-    pytest.mark.skipif(
-        not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
-    ),
+    pytest.mark.native,
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,15 +19,12 @@ from offload_simulated import (
 )
 from torch import Tensor
 
-from lowpeak.native import native_available
 from lowpeak.offload import OffloadActivations, OffloadHostMemoryError, PinnedPool
 from lowpeak.offload.native_engine import NativeSimEngine
 from lowpeak.offload.pinned_pool import MIB
 
 pytestmark = [
-    pytest.mark.skipif(
-        not native_available() or sys.platform != "linux", reason="lowpeak._native is not built"
-    ),
+    pytest.mark.native,
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]
 every_mode = pytest.mark.parametrize("mode", MODES)

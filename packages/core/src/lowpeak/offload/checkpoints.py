@@ -69,6 +69,7 @@ _state = _ThreadState()
 _lock = threading.Lock()
 _open_contexts = 0
 _original: Callable[..., Generator[None, None, None]] | None = None
+_original_options: list[str] = []
 
 
 def check_torch() -> None:
@@ -104,12 +105,14 @@ def listening(listener: Listener | None) -> Iterator[None]:
 
 
 def _install() -> None:
-    global _open_contexts, _original
+    global _open_contexts, _original, _original_options
     with _lock:
         if _open_contexts == 0:
             if getattr(torch_checkpoint, GENERATOR, None) is not _generator:
                 check_torch()
                 _original = getattr(torch_checkpoint, GENERATOR)
+                # all but *args and **kwargs; asked once, not for each checkpoint
+                _original_options = list(inspect.signature(_original).parameters)[:-2]
             setattr(torch_checkpoint, GENERATOR, _generator)
         _open_contexts += 1
 
@@ -154,7 +157,7 @@ def _generator(*values: Any, **kwargs: Any) -> Iterator[None]:
         yield from _original(*values, **kwargs)
         return
     # torch.utils.checkpoint.checkpoint gives fn and all options by position.
-    names = list(inspect.signature(_original).parameters)[:-2]
+    names = _original_options
     options, args = dict(zip(names, values, strict=False)), values[len(names) :]
     listener = _state.entries[-1].listener
     if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():

@@ -15,10 +15,9 @@ import torch
 
 from lowpeak.native import native_available
 from lowpeak.offload.engine import Copy, HostRoom
-from lowpeak.offload.errors import OffloadError
 from lowpeak.offload.host_ladder import HostLadder
 from lowpeak.offload.pinned_pool import MIB, PinnedPool, PoolBackend
-from lowpeak.offload.sim_engine import POISON, Mode
+from lowpeak.offload.sim_engine import CpuAsDevice, Mode
 from lowpeak.offload.storage import StorageReference
 
 if TYPE_CHECKING:
@@ -234,7 +233,7 @@ class NativeEngine:
         return pool.copy_engine(self._backend, device.index, beside=self.overlaps)
 
 
-class NativeSimEngine(NativeEngine):
+class NativeSimEngine(CpuAsDevice, NativeEngine):
     """The native engine over CPU tensors and the extension's simulated device, for tests.
 
     `seed` and `mode` are those of `SimEngine`: copies run at the latest, at once, or at random
@@ -248,8 +247,6 @@ class NativeSimEngine(NativeEngine):
         self._backend = "sim"
         self._seed = seed
         self._mode = mode
-        self.is_capturing = False
-        self.violations: list[str] = []
         self._held: dict[NativeCopy, torch.UntypedStorage] = {}
 
     @property
@@ -273,29 +270,6 @@ class NativeSimEngine(NativeEngine):
             live += stats["plain_live_bytes"] - stats["ring_bytes"]
             live += self._pools[device].stats().live_bytes
         return live
-
-    def serves(self, device: torch.device) -> bool:
-        """CPU tensors play the device's."""
-        return device.type == "cpu"
-
-    def current_device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
-    def capturing(self, device: torch.device) -> bool:
-        """What `is_capturing` was set to."""
-        return self.is_capturing
-
-    def mark(self, device: torch.device) -> Any:
-        """Nothing: the CPU computes at once."""
-        return None
-
-    def follow(self, mark: Any) -> None:
-        """Nothing to wait for."""
-
-    def empty(self, device: torch.device, nbytes: int) -> torch.Tensor:
-        """Bytes full of poison."""
-        return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
 
     def copy_out(self, source: torch.Tensor, room: HostRoom) -> NativeCopy:
         """As on a device; the source is watched."""
@@ -327,16 +301,7 @@ class NativeSimEngine(NativeEngine):
         super().synchronize()
         for copy in list(self._held):
             self._let_go(copy)
-        if self.violations:
-            raise OffloadError(f"the simulated device was misused: {'; '.join(self.violations)}")
-
-    def peak_bytes(self, device: torch.device) -> int | None:
-        """Unknown."""
-        return None
-
-    def allocated_bytes(self, device: torch.device) -> int:
-        """Unknown."""
-        return 0
+        self.raise_violations()
 
     def _let_go(self, copy: Copy) -> None:
         assert isinstance(copy, NativeCopy)

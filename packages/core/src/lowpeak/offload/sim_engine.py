@@ -11,7 +11,7 @@ import random
 import threading
 from collections import defaultdict, deque
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -65,7 +65,52 @@ class SimCopy:
         room.pending += 1
 
 
-class SimEngine:
+class CpuAsDevice:
+    """What engines have in common to which CPU tensors are the device's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_capturing = False
+        self.violations: list[str] = []
+
+    def serves(self, device: torch.device) -> bool:
+        """CPU tensors play the device's."""
+        return device.type == "cpu"
+
+    def current_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def capturing(self, device: torch.device) -> bool:
+        """What `is_capturing` was set to."""
+        return self.is_capturing
+
+    def mark(self, device: torch.device) -> object:
+        """Nothing: the CPU computes at once."""
+        return None
+
+    def follow(self, mark: object) -> None:
+        """Nothing to wait for."""
+
+    def empty(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """Bytes full of poison."""
+        return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
+
+    def peak_bytes(self, device: torch.device) -> int | None:
+        """Unknown."""
+        return None
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Unknown."""
+        return 0
+
+    def raise_violations(self) -> None:
+        """Raise OffloadError for what was found wrong so far."""
+        if self.violations:
+            raise OffloadError(f"the simulated device was misused: {'; '.join(self.violations)}")
+
+
+class SimEngine(CpuAsDevice):
     """See the module's text.
 
     `host_limit` is the number of host bytes after which `allocate` refuses. `ignored_waits` names
@@ -86,13 +131,12 @@ class SimEngine:
     ) -> None:
         if mode not in ("laziest", "eager", "random"):
             raise ValueError(f"mode={mode!r} is not one of 'laziest', 'eager', 'random'")
+        super().__init__()
         self.mode = mode
         self.host_limit = host_limit
-        self.is_capturing = False
         self.live_host_bytes = 0
         self.copies_out = 0
         self.copies_in = 0
-        self.violations: list[str] = []
         self._ignored_waits = frozenset(ignored_waits)
         self._random = random.Random(seed)
         self._queues: dict[tuple[torch.device, bool], deque[SimCopy]] = defaultdict(deque)
@@ -100,25 +144,6 @@ class SimEngine:
 
     def begin_forward(self) -> None:
         """Nothing: rooms have no pool."""
-
-    def serves(self, device: torch.device) -> bool:
-        """CPU tensors play the device's."""
-        return device.type == "cpu"
-
-    def current_device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
-    def capturing(self, device: torch.device) -> bool:
-        """What `is_capturing` was set to."""
-        return self.is_capturing
-
-    def mark(self, device: torch.device) -> object:
-        """Nothing: the CPU computes at once."""
-        return None
-
-    def follow(self, mark: object) -> None:
-        """Nothing to wait for."""
 
     def allocate(self, device: torch.device, nbytes: int) -> SimRoom:
         """A room full of poison."""
@@ -142,10 +167,6 @@ class SimEngine:
                 return
             room.released = True
             self._reclaim(room)
-
-    def empty(self, device: torch.device, nbytes: int) -> torch.Tensor:
-        """Bytes full of poison."""
-        return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
 
     def copy_out(self, source: torch.Tensor, room: HostRoom) -> SimCopy:
         """Queue a copy from the device."""
@@ -184,16 +205,7 @@ class SimEngine:
             for queue in list(self._queues.values()):
                 while queue:
                     self._run_through(queue[0])
-        if self.violations:
-            raise OffloadError(f"the simulated device was misused: {'; '.join(self.violations)}")
-
-    def peak_bytes(self, device: torch.device) -> int | None:
-        """Unknown."""
-        return None
-
-    def allocated_bytes(self, device: torch.device) -> int:
-        """Unknown."""
-        return 0
+        self.raise_violations()
 
     def _queue(self, copy: SimCopy) -> SimCopy:
         with self._lock:
