@@ -1,14 +1,13 @@
 #pragma once
 
-#include <cstring>
 #include <functional>
 
-#include "lowpeak/copy/stream_driver.hpp"
+#include "lowpeak/copy/host_streams.hpp"
 
 namespace lowpeak::copy {
 
 /// @brief No device: what is asked for has happened when the call comes back.
-class NullStreams final : public StreamDriver {
+class NullStreams final : public HostStreams {
  public:
   const char* name() const noexcept override { return "null"; }
   Outcome create_stream(Stream* stream) override {
@@ -29,16 +28,7 @@ class NullStreams final : public StreamDriver {
     return {};
   }
   Outcome synchronize_event(Event) override { return {}; }
-  Outcome copy_out(std::byte* host, std::uintptr_t device, std::size_t nbytes, Stream) override {
-    std::memcpy(host, reinterpret_cast<const void*>(device), nbytes);
-    return {};
-  }
-  Outcome copy_in(std::uintptr_t device, const std::byte* host, std::size_t nbytes,
-                  Stream) override {
-    std::memcpy(reinterpret_cast<void*>(device), host, nbytes);
-    return {};
-  }
-  Outcome run_on_host(std::function<void()> action, Stream) override {
+  Outcome launch(Stream, std::function<void()> action) override {
     action();
     return {};
   }

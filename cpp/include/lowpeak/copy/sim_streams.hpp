@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -14,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "lowpeak/copy/stream_driver.hpp"
+#include "lowpeak/copy/host_streams.hpp"
 
 namespace lowpeak::copy {
 
@@ -50,7 +49,7 @@ inline Choice choice_of(SimMode mode, std::uint64_t seed) {
 /// Whenever something happened that a device could have used to go on, the choice is asked whether
 /// it did. Stream 0 is the host itself: what it did is done, and when it waits, things run until it
 /// need not. So a program that computes on the host can be the device's computation.
-class SimStreams final : public StreamDriver {
+class SimStreams final : public HostStreams {
  public:
   explicit SimStreams(Choice choose) : choose_(std::move(choose)) {}
   SimStreams(SimMode mode, std::uint64_t seed) : SimStreams(choice_of(mode, seed)) {}
@@ -120,22 +119,7 @@ class SimStreams final : public StreamDriver {
 
   Outcome synchronize_event(Event event) override { return wait(0, event); }
 
-  Outcome copy_out(std::byte* host, std::uintptr_t device, std::size_t nbytes,
-                   Stream stream) override {
-    return launch(stream, [=] { std::memcpy(host, reinterpret_cast<void*>(device), nbytes); });
-  }
-
-  Outcome copy_in(std::uintptr_t device, const std::byte* host, std::size_t nbytes,
-                  Stream stream) override {
-    return launch(stream, [=] { std::memcpy(reinterpret_cast<void*>(device), host, nbytes); });
-  }
-
-  Outcome run_on_host(std::function<void()> action, Stream stream) override {
-    return launch(stream, std::move(action));
-  }
-
-  /// Queues what a kernel would do.
-  Outcome launch(Stream stream, std::function<void()> action) {
+  Outcome launch(Stream stream, std::function<void()> action) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stream == 0) {
       action();

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -13,14 +12,14 @@
 #include <thread>
 #include <utility>
 
-#include "lowpeak/copy/stream_driver.hpp"
+#include "lowpeak/copy/host_streams.hpp"
 
 namespace lowpeak::copy {
 
 /// @brief Streams without a device, a thread each, with random pauses: for thread sanitizers.
 ///
 /// Stream 0 is the calling thread.
-class ThreadedStreams final : public StreamDriver {
+class ThreadedStreams final : public HostStreams {
  public:
   explicit ThreadedStreams(std::uint64_t seed) : seed_(seed) {}
 
@@ -106,22 +105,7 @@ class ThreadedStreams final : public StreamDriver {
 
   Outcome synchronize_event(Event event) override { return wait(0, event); }
 
-  Outcome copy_out(std::byte* host, std::uintptr_t device, std::size_t nbytes,
-                   Stream stream) override {
-    return launch(stream, [=] { std::memcpy(host, reinterpret_cast<void*>(device), nbytes); });
-  }
-
-  Outcome copy_in(std::uintptr_t device, const std::byte* host, std::size_t nbytes,
-                  Stream stream) override {
-    return launch(stream, [=] { std::memcpy(reinterpret_cast<void*>(device), host, nbytes); });
-  }
-
-  Outcome run_on_host(std::function<void()> action, Stream stream) override {
-    return launch(stream, std::move(action));
-  }
-
-  /// Queues what a kernel would do.
-  Outcome launch(Stream stream, std::function<void()> action) {
+  Outcome launch(Stream stream, std::function<void()> action) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stream == 0) {
       action();
