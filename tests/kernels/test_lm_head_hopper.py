@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from lm_head_checks import exact_where_interpreted
 from torch import Tensor
 
 from lowpeak.kernels.hopper_products import products_serve
@@ -111,22 +112,13 @@ def test_keeps_the_raw_logits_where_they_are_wanted(device: torch.device) -> Non
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     """Bitwise: in any place among any number of rows."""
     problem = Problem(33, torch.float16, device, optional=False)
+    hidden, weight = map(exact_where_interpreted, (problem.hidden, problem.weight))
     folded = Folded(entropy=True)
 
     def statistics(order: Tensor) -> RowStatistics:
         found = RowStatistics.empty(order.numel(), folded, torch.float32, device)
-        hidden, targets = problem.hidden[order], problem.targets[order]
-        fold_product_triton(
-            hidden,
-            problem.weight,
-            None,
-            targets,
-            None,
-            found,
-            0,
-            TRANSFORMS["all"],
-            folded,
-        )
+        rows, targets = hidden[order], problem.targets[order]
+        fold_product_triton(rows, weight, None, targets, None, found, 0, TRANSFORMS["all"], folded)
         return found
 
     everywhere = statistics(torch.arange(33, device=device))

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from lm_head_checks import (
+    Case,
     Transform,
     assert_exact,
     call,
+    exact_where_interpreted,
     make_case,
     run,
     upstream_for,
@@ -96,12 +98,12 @@ def test_b_a_row_is_bitwise_independent_of_the_batch(
 ) -> None:
     """Alone, and among others with ignored rows between: the same bits."""
     case = make_case(40, SPAN_COLUMNS + 300, 24, torch.float16, device, bias=False)
+    hidden, weight = map(exact_where_interpreted, (case.hidden, case.weight))
     names = ("log_probs", "entropy")
 
     def outputs(rows: slice) -> tuple[Tensor, Tensor]:
-        leaves = {"hidden": case.hidden[rows], "weight": case.weight}
-        part = make_case(1, 8, 8)  # only its defaults are read
-        part = type(part)(case.hidden[rows], case.weight, case.targets[rows])
+        part = Case(hidden[rows], weight, case.targets[rows])
+        leaves = {"hidden": part.hidden, "weight": part.weight}
         result = call(part, leaves, names, backend="triton")
         return result.log_probs, result.entropy
 

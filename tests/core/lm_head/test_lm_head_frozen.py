@@ -22,7 +22,10 @@ from lm_head_oracle import Evaluation
 from lm_head_tolerances import ALL_DTYPES
 from torch import Tensor
 
+from lowpeak.kernels.logit_transform import TileTransform
+from lowpeak.lm_head.chunks import Keep
 from lowpeak.lm_head.planner import TilePlan, override
+from lowpeak.lm_head.tiles import HeadInputs
 
 FROZEN = ("weight", "bias")
 CHUNKS = TilePlan(16, 1)
@@ -174,3 +177,18 @@ def test_error_does_not_grow_with_chunks(dtype: torch.dtype, device: torch.devic
     assert torch.equal(many, gradient(16))
     # Each row is one product in both: what differs is the order in which a library sums.
     assert error(one, many) <= 4 * torch.finfo(dtype).eps * largest(one)
+
+
+def test_an_expectation_takes_no_more_memory() -> None:
+    """On an accelerator: large chunks pay where they are added to a gradient of the weight."""
+    hidden, weight = (torch.empty(n, 1152, device="meta") for n in (8192, 262144))
+    inputs = HeadInputs(hidden, weight, None, None, TileTransform(), torch.float32)
+    frozen, expected, trained = (
+        keep.plan(inputs, triton=True, scratch_bytes=None).rows
+        for keep in (
+            Keep("frozen", hidden=True),
+            Keep("expected", hidden=True),
+            Keep("expected", hidden=True, weight=torch.float32),
+        )
+    )
+    assert frozen == expected < trained

@@ -68,15 +68,17 @@ class Keep(NamedTuple):
     def plan(self, inputs: HeadInputs, triton: bool, scratch_bytes: int | None) -> TilePlan:
         """The chunks."""
         cost = self._cost(inputs, triton, scratch_bytes)
-        rows, columns = inputs.hidden.size(0), inputs.weight.size(0)
+        size = inputs.hidden.size(0), inputs.weight.size(0)
         device = inputs.hidden.device.type
-        return plan_chunk(self.phase, rows, columns, cost, device, scratch_bytes)
+        accumulates = self.weight is not None
+        return plan_chunk(self.phase, accumulates, *size, cost, device, scratch_bytes)
 
     def fits(self, inputs: HeadInputs, triton: bool, scratch_bytes: int | None) -> bool:
         """Whether chunks of rows with all of the vocabulary find room."""
         cost = self._cost(inputs, triton, scratch_bytes)
-        device = inputs.hidden.device.type
-        return chunk_fits(self.phase, inputs.weight.size(0), cost, device, scratch_bytes)
+        columns, device = inputs.weight.size(0), inputs.hidden.device.type
+        accumulates = self.weight is not None
+        return chunk_fits(self.phase, accumulates, columns, cost, device, scratch_bytes)
 
     def for_rows(self, inputs: HeadInputs, backend: str, scratch_bytes: int | None) -> Keep:
         """The same where the rows of `inputs` are all that count.

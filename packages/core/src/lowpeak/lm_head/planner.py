@@ -26,8 +26,8 @@ class Budgets:
     """Scratch bytes where the caller names none, and the fewest rows of a chunk worth its pass.
 
     `tiles` serves each of two passes. A single pass takes chunks of rows with all of the
-    vocabulary: `frozen_chunk` and `frozen_rows` where the weight needs no gradient,
-    `expected_chunk` and `expected_rows` where expected gradients are accumulated.
+    vocabulary: `frozen_chunk` and `frozen_rows` where it makes no gradient of the weight,
+    `expected_chunk` and `expected_rows` where it accumulates one, as expected.
     """
 
     measured_on: str
@@ -37,11 +37,11 @@ class Budgets:
     expected_chunk: int
     expected_rows: int
 
-    def chunk(self, phase: str) -> tuple[int, int]:
-        """(bytes, fewest rows) of a single pass: "frozen" or "expected"."""
-        if phase == "frozen":
-            return self.frozen_chunk, self.frozen_rows
-        return self.expected_chunk, self.expected_rows
+    def chunk(self, accumulates: bool) -> tuple[int, int]:
+        """(bytes, fewest rows) of a single pass, which may accumulate the weight's gradient."""
+        if accumulates:
+            return self.expected_chunk, self.expected_rows
+        return self.frozen_chunk, self.frozen_rows
 
 
 # NVIDIA H200, bf16, V = 262144, H = 1152, N = 8192, one pass against two: frozen 20.5 ms in chunks
@@ -128,15 +128,21 @@ def default_scratch_bytes(device_type: str) -> int:
 
 
 def chunk_fits(
-    phase: str, columns: int, cost: TileCost, device_type: str, scratch_bytes: int | None
+    phase: str,
+    accumulates: bool,
+    columns: int,
+    cost: TileCost,
+    device_type: str,
+    scratch_bytes: int | None,
 ) -> bool:
     """Whether a single pass over all `columns` finds room for chunks large enough to pay.
 
-    The number of rows does not matter, so that compiled graphs need not either.
+    `accumulates`: whether it makes a gradient of the weight. The number of rows does not matter, so
+    that compiled graphs need not either.
     """
     if phase in _overrides:
         return True
-    budget, fewest = budgets(device_type).chunk(phase)
+    budget, fewest = budgets(device_type).chunk(accumulates)
     return cost.of(TilePlan(fewest, columns)) <= (
         budget if scratch_bytes is None else scratch_bytes
     )
@@ -144,6 +150,7 @@ def chunk_fits(
 
 def plan_chunk(
     phase: str,
+    accumulates: bool,
     rows: int,
     columns: int,
     cost: TileCost,
@@ -153,7 +160,7 @@ def plan_chunk(
     """A chunk of a single pass over `rows` tokens, for which `chunk_fits`; rows in even parts."""
     if phase in _overrides:
         return TilePlan(min(_overrides[phase].rows, rows), columns)
-    budget, _ = budgets(device_type).chunk(phase)
+    budget, _ = budgets(device_type).chunk(accumulates)
     left = (budget if scratch_bytes is None else scratch_bytes) - columns * cost.per_column
     most = left // (columns * cost.per_logit + cost.per_row)
     assert most > 0
