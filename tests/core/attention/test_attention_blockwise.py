@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_head_memory import measure
 from torch import Tensor
+from torch.backends.cuda import cudnn_sdp_enabled
 
 from lowpeak.attention import blockwise
 from lowpeak.attention.blockwise import blockwise_attention
 from lowpeak.attention.documents import Documents
+from lowpeak.attention.forward import lowpeak_attention
 from lowpeak.attention.kernels import cudnn_serves, document_attention, varlen_serves
 
 SCALE = 0.3
@@ -214,6 +217,28 @@ def test_cudnn_is_not_asked_for_every_length(device: torch.device) -> None:
     inputs = heads(1000, (4, 2), (64, 64), torch.bfloat16, device)
     for lengths in ([1000], [512, 488]):
         assert not cudnn_serves(*inputs, Documents(ends_of(lengths, device), lengths[0]))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("length", "may_ask"), [(1000, False), (1024, True)])
+def test_nor_by_sdpa(
+    length: int, may_ask: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*arguments: Any, **options: Any) -> Tensor:
+        asked.append(cudnn_sdp_enabled())
+        return sdpa(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    inputs = heads(length, (4, 4), (64, 64), torch.bfloat16, device)
+    q, k, v = (x.detach().transpose(0, 1).unsqueeze(0) for x in inputs)
+    found, _ = lowpeak_attention(torch.nn.Module(), q, k, v, None)
+    assert asked == [may_ask]
+    assert cudnn_sdp_enabled()
+    wanted = dense_attention(*(x.detach().double() for x in inputs), [length], None, 64**-0.5)
+    assert_near(found[0], wanted, 4 * torch.finfo(torch.bfloat16).eps)
 
 
 def assert_like_dense(inputs: list[Tensor], lengths: list[int], window: int | None) -> None:

@@ -180,15 +180,16 @@ def test_error_does_not_grow_with_chunks(dtype: torch.dtype, device: torch.devic
 
 
 def test_an_expectation_takes_no_more_memory() -> None:
-    """On an accelerator: large chunks pay where they are added to a gradient of the weight."""
+    """On an accelerator: large chunks pay where each is added to a gradient of the vocabulary."""
     hidden, weight = (torch.empty(n, 1152, device="meta") for n in (8192, 262144))
     inputs = HeadInputs(hidden, weight, None, None, TileTransform(), torch.float32)
-    frozen, expected, trained = (
+    frozen, expected, trained, adapter = (
         keep.plan(inputs, triton=True, scratch_bytes=None).rows
         for keep in (
             Keep("frozen", hidden=True),
             Keep("expected", hidden=True),
             Keep("expected", hidden=True, weight=torch.float32),
+            Keep("expected", hidden=True, low_hidden=True, low_weight=True),
         )
     )
-    assert frozen == expected < trained
+    assert frozen == expected < trained == adapter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .documents import Documents
-from .kernels import document_attention
+from .kernels import document_attention, few_cudnn_plans
 from .pattern import CausalPattern, lowpeak_mask
 from .shared_prefixes import shared_prefix_attention
 
@@ -88,18 +89,19 @@ def lowpeak_attention(
                 query, key, value, dropout_p=dropout, is_causal=True, scale=scaling
             )
             return output.transpose(1, 2).contiguous(), None
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            position_bias=position_bias,
-            **options,
-        )
+        with few_cudnn_plans(query, value) if mask is None else nullcontext():
+            result: tuple[Tensor, None] = sdpa_attention_forward(
+                module,
+                query,
+                key,
+                value,
+                mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                position_bias=position_bias,
+                **options,
+            )
         return result
     output = document_attention(
         _tokens(query),

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, cudnn_sdp_enabled
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    cudnn_sdp_enabled,
+    enable_cudnn_sdp,
+    flash_sdp_enabled,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -15,8 +23,8 @@ from .blockwise import blockwise_attention
 from .documents import Documents
 
 LARGEST_HEAD_DIM = 256
-# cuDNN makes a plan for each length it meets: lengths that are no multiple of this seldom come
-# again, while those that a limit or a filling sets do.
+# cuDNN makes a plan for each length it meets, which takes time and memory: lengths that are no
+# multiple of this seldom come again, while those that a limit or a filling sets do.
 _CUDNN_STEP = 512
 # torch 2.11 has no such argument, and takes fewer heads of keys than of queries as they are.
 _GROUPED_HEADS: dict[str, Any] = (
@@ -145,6 +153,28 @@ def cudnn_serves(query: Tensor, key: Tensor, value: Tensor, documents: Documents
         return False
     q, k, v = (_by_document(x, length) for x in (query, key, value))
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, True))
+
+
+def few_cudnn_plans(query: Tensor, value: Tensor) -> AbstractContextManager[None]:
+    """Let sdpa take cuDNN only for lengths that come again, where FlashAttention serves without it.
+
+    query, value: [B, heads, S, D]; there is no mask.
+    """
+    if torch.compiler.is_compiling() or query.size(2) % _CUDNN_STEP == 0:
+        return nullcontext()
+    if torch.version.hip is not None or not varlen_serves(query, value, None):
+        return nullcontext()
+    both = cudnn_sdp_enabled() and flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return _without_cudnn() if both else nullcontext()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        enable_cudnn_sdp(True)
 
 
 def _by_document(x: Tensor, length: int) -> Tensor:

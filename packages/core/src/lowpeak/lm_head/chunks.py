@@ -48,6 +48,11 @@ class Keep(NamedTuple):
         kept."""
         return self.hidden, self.weight is not None, self.bias, self.low_hidden, self.low_weight
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether each chunk is added to a gradient with a row for each token of the vocabulary."""
+        return self.weight is not None or self.low_weight
+
     def row_places(self) -> list[int]:
         """Which of the kept gradients have a row for each token."""
         places = list(range(self.hidden + self.normalizer))
@@ -70,15 +75,13 @@ class Keep(NamedTuple):
         cost = self._cost(inputs, triton, scratch_bytes)
         size = inputs.hidden.size(0), inputs.weight.size(0)
         device = inputs.hidden.device.type
-        accumulates = self.weight is not None
-        return plan_chunk(self.phase, accumulates, *size, cost, device, scratch_bytes)
+        return plan_chunk(self.phase, self.accumulates, *size, cost, device, scratch_bytes)
 
     def fits(self, inputs: HeadInputs, triton: bool, scratch_bytes: int | None) -> bool:
         """Whether chunks of rows with all of the vocabulary find room."""
         cost = self._cost(inputs, triton, scratch_bytes)
         columns, device = inputs.weight.size(0), inputs.hidden.device.type
-        accumulates = self.weight is not None
-        return chunk_fits(self.phase, accumulates, columns, cost, device, scratch_bytes)
+        return chunk_fits(self.phase, self.accumulates, columns, cost, device, scratch_bytes)
 
     def for_rows(self, inputs: HeadInputs, backend: str, scratch_bytes: int | None) -> Keep:
         """The same where the rows of `inputs` are all that count.

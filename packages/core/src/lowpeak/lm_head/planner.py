@@ -26,8 +26,8 @@ class Budgets:
     """Scratch bytes where the caller names none, and the fewest rows of a chunk worth its pass.
 
     `tiles` serves each of two passes. A single pass takes chunks of rows with all of the
-    vocabulary: `frozen_chunk` and `frozen_rows` where it makes no gradient of the weight,
-    `expected_chunk` and `expected_rows` where it accumulates one, as expected.
+    vocabulary: `expected_chunk` and `expected_rows` where each is added to a gradient of the weight
+    or of an adapter's factor, as expected, `frozen_chunk` and `frozen_rows` where none is.
     """
 
     measured_on: str
@@ -38,7 +38,7 @@ class Budgets:
     expected_rows: int
 
     def chunk(self, accumulates: bool) -> tuple[int, int]:
-        """(bytes, fewest rows) of a single pass, which may accumulate the weight's gradient."""
+        """(bytes, fewest rows) of a single pass; see `Keep.accumulates`."""
         if accumulates:
             return self.expected_chunk, self.expected_rows
         return self.frozen_chunk, self.frozen_rows
@@ -137,8 +137,8 @@ def chunk_fits(
 ) -> bool:
     """Whether a single pass over all `columns` finds room for chunks large enough to pay.
 
-    `accumulates`: whether it makes a gradient of the weight. The number of rows does not matter, so
-    that compiled graphs need not either.
+    `accumulates`: see `Keep`. The number of rows does not matter, so that compiled graphs need not
+    either.
     """
     if phase in _overrides:
         return True
