@@ -108,14 +108,13 @@ def test_cuda(session: nox.Session) -> None:
 
 @nox.session(name="test-sanitizer")
 def test_sanitizer(session: nox.Session) -> None:
-    """Run tests under NVIDIA's compute-sanitizer: `-- PATHS`; else kernels and copies."""
+    """Run tests under NVIDIA's compute-sanitizer: `-- PATHS`; kernels and native copies unasked."""
     if shutil.which("compute-sanitizer") is None:
         session.skip("no compute-sanitizer found; it comes with the CUDA toolkit")
     options = ["--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99"]
     # To show what Python called it holds the frames of that time, and with them their tensors.
     options += ["--show-backtrace", "device"]
-    offload = [f"tests/core/offload/test_offload_{name}.py" for name in ("cuda", "native_cuda")]
-    paths = session.posargs or ["tests/kernels", *offload]
+    paths = session.posargs or ["tests/kernels", "tests/core/offload/test_offload_native_cuda.py"]
     run_gpu_suite(session, "cuda", ["compute-sanitizer", *options], paths)
 
 
