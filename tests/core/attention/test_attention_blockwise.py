@@ -221,7 +221,7 @@ def test_cudnn_is_not_asked_for_every_length(device: torch.device) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("length", "may_ask"), [(1000, False), (1024, True)])
-def test_nor_by_sdpa(
+def test_sdpa_asks_cudnn_for_lengths_that_come_again(
     length: int, may_ask: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []

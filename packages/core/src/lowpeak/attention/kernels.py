@@ -143,7 +143,7 @@ def cudnn_serves(query: Tensor, key: Tensor, value: Tensor, documents: Documents
     """
     length = documents.longest
     # the longest of them can only be an upper bound
-    if length * (documents.cu_seq_lens.numel() - 1) != query.size(0) or length % _CUDNN_STEP:
+    if length * (documents.cu_seq_lens.numel() - 1) != query.size(0) or not _comes_again(length):
         return False
     if torch.compiler.is_compiling() or torch.are_deterministic_algorithms_enabled():
         return False
@@ -160,12 +160,17 @@ def few_cudnn_plans(query: Tensor, value: Tensor) -> AbstractContextManager[None
 
     query, value: [B, heads, S, D]; there is no mask.
     """
-    if torch.compiler.is_compiling() or query.size(2) % _CUDNN_STEP == 0:
+    if torch.compiler.is_compiling() or _comes_again(query.size(2)):
         return nullcontext()
     if torch.version.hip is not None or not varlen_serves(query, value, None):
         return nullcontext()
     both = cudnn_sdp_enabled() and flash_sdp_enabled()  # type: ignore[no-untyped-call]
     return _without_cudnn() if both else nullcontext()
+
+
+def _comes_again(length: int) -> bool:
+    """Whether cuDNN's plan for it is likely to be used again."""
+    return length % _CUDNN_STEP == 0
 
 
 @contextmanager
